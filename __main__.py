@@ -1,0 +1,3 @@
+from draftcache.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""One file per claim about speed in the README."""

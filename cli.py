@@ -1,0 +1,197 @@
+"""The command line: parses flags, builds one configuration and calls one function. Imports torch only when it runs."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from draftcache.common.errors import DraftcacheError
+from draftcache.common.version import VERSION
+
+USER_ERROR = 2
+FOLDER = click.Path(path_type=Path)
+
+
+class _IntList(click.ParamType[tuple[int, ...]]):
+    """Comma-separated integers."""
+
+    name = "INT,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"found {value!r}; needed: integers separated by commas", param, ctx)
+
+
+INTS = _IntList()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(VERSION, prog_name="draftcache")
+def cli() -> None:
+    """Trains DFlash drafters offline, in two stages: `extract` once, `train` again and again."""
+
+
+@cli.command()
+@click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
+@click.option("--data", type=FOLDER, required=True, multiple=True, help="JSONL file, plain or gzip; may be repeated.")
+@click.option("--store", type=FOLDER, required=True, help="Folder of the store to make.")
+@click.option("--layers", "layer_ids", type=INTS, help="Tapped layers, 0-based outputs.  [default: 5, evenly spaced]")
+@click.option("--buckets", "ceilings", type=INTS, help="Ceilings in tokens.  [default: 770,1216,1728,2432,3296,8192]")
+@click.option("--token-budget", type=int, help="Padded tokens of one forward batch = one shard.  [default: 49152]")
+@click.option("--max-length", type=int, help="Longer samples are cut on the right.  [default: the largest ceiling]")
+@click.option("--min-supervised", type=int, help="Samples with fewer supervised tokens are dropped.  [default: 2]")
+@click.option("--limit", type=int, help="Read at most so many lines.")
+@click.option("--teacher", type=click.Choice(["last", "none"]), help="What is kept for the loss.  [default: last]")
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+@click.option("--overwrite", is_flag=True, help="Replace an existing store.")
+def extract(**flags: Any) -> None:
+    """Run the target once over DATA and write its hidden states into STORE."""
+    from draftcache.extract.run import ExtractConfig
+    from draftcache.extract.run import extract as run
+
+    store = run(ExtractConfig(**_given(flags)))
+    report = store.manifest.report
+    click.echo(f"{store.path}: {report.kept} of {report.read} samples kept, {report.truncated} truncated")
+    for reason, count in report.dropped.items():
+        click.echo(f"  {count} dropped: {reason.replace('_', ' ')}")
+    for note, count in report.notes.items():
+        click.echo(f"  {count} with {note.replace('_', ' ')}")
+
+
+@cli.command()
+@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the run to make.")
+@click.option("--num-layers", type=int, help="Drafter layers.  [default: 5]")
+@click.option("--heads", "num_heads", type=int, help="Query heads.  [default: the target's]")
+@click.option("--kv-heads", "num_kv_heads", type=int, help="Key and value heads.  [default: the target's]")
+@click.option("--head-dim", type=int, help="Width of a head.  [default: the target's]")
+@click.option("--intermediate", "intermediate_size", type=int, help="MLP width.  [default: the target's]")
+@click.option("--layer-types", help="full, sliding, sliding-last-full, or a list like sliding,full.  [default: full]")
+@click.option("--sliding-window", type=int, help="Window of sliding layers in tokens.  [default: 2048]")
+@click.option("--block-size", type=int, help="Slots of a block, the anchor's included.  [default: 16]")
+@click.option("--mask-token-id", type=int, help="[default: the first embedding row the tokenizer does not use]")
+@click.option("--teacher", type=click.Choice(["tokens", "last"]), help="What the loss compares with.  [default: last]")
+@click.option("--weighting", type=click.Choice(["decay", "dpace"]), help="Weights of the slots.  [default: decay]")
+@click.option("--gamma", type=float, help="Decay of the slots' weights.  [default: 7 for 16 slots, 4 for 8]")
+@click.option("--batching", type=click.Choice(["bucket", "packed"]), help="How rows form shapes.  [default: bucket]")
+@click.option("--token-budget", type=int, help="Context tokens of a micro-batch.  [default: 49152]")
+@click.option("--rows", type=int, help="Rows of a micro-batch, in place of the token budget.")
+@click.option("--anchors", type=int, help="Blocks of a micro-batch.  [default: 512]")
+@click.option("--accumulate", type=int, help="Micro-batches of a step.  [default: 1]")
+@click.option("--steps", type=int, help="Steps to train.  [default: what --epochs comes to]")
+@click.option("--epochs", type=int, help="Passes over the store.  [default: 6]")
+@click.option("--lr", type=float, help="Peak learning rate.  [default: 6e-4]")
+@click.option("--warmup", type=float, help="Share of the steps in which it rises.  [default: 0.04]")
+@click.option("--clip", type=float, help="Limit of the gradient's norm.  [default: 1.0]")
+@click.option("--weight-decay", type=float, help="[default: 0]")
+@click.option("--seed", type=int, help="Of initial weights, order and anchors.  [default: 0]")
+@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: only at the end]")
+@click.option("--log-every", type=int, help="Steps between two looks at the device.  [default: 10]")
+@click.option("--graph/--no-graph", default=None, help="Capture the step as CUDA graphs.  [default: on CUDA]")
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+def train(**flags: Any) -> None:
+    """Train a drafter on STORE and write it to OUT."""
+    from draftcache.train.loss import LossConfig
+    from draftcache.train.optim import OptimConfig
+    from draftcache.train.run import train as run
+    from draftcache.train.setup import GeometryOptions, TrainConfig
+
+    given = _given(flags)
+    parts = {"geometry": GeometryOptions, "loss": LossConfig, "optim": OptimConfig}
+    nested = {name: cls(**_take(given, cls)) for name, cls in parts.items()}
+    result = run(TrainConfig(**given, **nested))
+    m = result.metrics
+    click.echo(f"{result.checkpoint}: loss {m['loss']:.4f}, accepted length {m['accepted_length']:.3f}")
+
+
+@cli.command()
+@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
+@click.option("--samples", type=int, help="Read at most so many samples of each bucket.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def stats(store: Path, samples: int | None, as_json: bool) -> None:
+    """Show what STORE holds, from the stored bytes themselves."""
+    from draftcache.common.stats import BucketStats, PlaneStats, store_stats
+    from draftcache.common.store import open_store
+
+    figures = store_stats(open_store(store), samples)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(figures)))
+        return
+    report = figures.report
+    click.echo(f"{report.kept} of {report.read} lines kept, {report.truncated} truncated, dropped: {report.dropped}")
+    click.echo(f"{figures.bytes_per_token} bytes per token\n")
+    _table(BucketStats, figures.buckets)
+    click.echo()
+    _table(PlaneStats, figures.planes)
+
+
+@cli.command()
+@click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
+@click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
+@click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
+@click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the target.  [default: its own]")
+@click.option("--device", help="Torch device.  [default: cpu]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def evaluate(as_json: bool, **flags: Any) -> None:
+    """Decode the prompts of DATA speculatively and plainly, and compare.
+
+    Exits 1 if speculative text differs from plain text other than by a tie.
+    """
+    from draftcache.train.evaluate import EvaluateConfig, SetReport
+    from draftcache.train.evaluate import evaluate as run
+
+    reports = run(EvaluateConfig(**_given(flags)))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(report) for report in reports]))
+    else:
+        _table(SetReport, reports, leave_out=("slot_rates", "differences"))
+        for report in reports:
+            rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
+            click.echo(f"\n{report.name}: share of blocks accepting at least k drafted tokens: {rates}")
+            for d in report.differences:
+                kind = "a tie" if d.tie else "NOT a tie"
+                click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
+    if any(report.unexplained for report in reports):
+        sys.exit(1)
+
+
+def main() -> NoReturn:
+    """Run the command line; a DraftcacheError becomes one line on stderr and exit code 2."""
+    try:
+        cli.main(standalone_mode=False)
+    except DraftcacheError as error:
+        click.echo(f"draftcache: {error}", err=True)
+        sys.exit(USER_ERROR)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("draftcache: interrupted", err=True)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Only the flags that were given: defaults stand in the configurations, once."""
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _take(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
+    """Move the fields of `cls` out of `given`."""
+    return {f.name: given.pop(f.name) for f in dataclasses.fields(cls) if f.name in given}
+
+
+def _table(cls: type[Any], rows: Sequence[Any], leave_out: Sequence[str] = ()) -> None:
+    from tabulate import tabulate
+
+    names = [f.name for f in dataclasses.fields(cls) if f.name not in leave_out]
+    head = [name.replace("_", " ") for name in names]
+    click.echo(tabulate([[getattr(row, name) for name in names] for row in rows], headers=head, floatfmt=".4g"))

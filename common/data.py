@@ -1,0 +1,109 @@
+"""Streams JSONL lines (plain or gzip) into conversations; refuses a bad line by file and number.
+
+Three forms are understood, told apart by their keys:
+
+    {"messages": [{"role": "user", "content": "..."}, ...]}
+    {"conversations": [{"from": "human", "value": "..."}, ...]}     or with role/content
+    {"input_ids": [...], "loss_mask": [0, 1, ...]}                  already tokenized
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from draftcache.common.errors import DataError, UsageError
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the data: where it stands, and either messages or tokens with their mask."""
+
+    number: int  # 0-based over all files: the sample number in the store
+    where: str  # "file:line" with the line counted from 1, for messages
+    messages: tuple[dict[str, str], ...] = ()
+    input_ids: tuple[int, ...] | None = None
+    loss_mask: tuple[int, ...] = ()
+
+
+def read_lines(files: Sequence[Path], limit: int | None = None) -> Iterator[Line]:
+    """Every line of the files in order, at most `limit`. Empty lines count but hold nothing and are skipped.
+
+    Raises UsageError for a file that cannot be read and DataError for a line that cannot be understood.
+    """
+    number = 0
+    for path in files:
+        for count, text in enumerate(_text_lines(path), 1):
+            if limit is not None and number >= limit:
+                return
+            if text.strip():
+                yield _parse(number, f"{path}:{count}", text)
+            number += 1
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as probe:
+            packed = probe.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error})", needed="JSON lines", do="convert the file") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path}: {reason}", needed="a readable .jsonl or .jsonl.gz file", do="check --data") from None
+
+
+def _parse(number: int, where: str, text: str) -> Line:
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: not JSON ({error})", needed="one JSON object a line", do="correct the line"
+        ) from None
+    if not isinstance(record, dict):
+        _refuse(where, f"a JSON {type(record).__name__}", "a JSON object")
+    if "input_ids" in record:
+        return _parse_tokens(number, where, record)
+    turns = record.get("messages", record.get("conversations"))
+    if not isinstance(turns, list) or not turns:
+        _refuse(where, f"keys {sorted(record)}", "a non-empty list `messages` or `conversations`, or `input_ids`")
+    messages = tuple(_message(where, i, turn) for i, turn in enumerate(turns))
+    return Line(number=number, where=where, messages=messages)
+
+
+def _message(where: str, position: int, turn: Any) -> dict[str, str]:
+    if not isinstance(turn, dict):
+        _refuse(where, f"turn {position} is a {type(turn).__name__}", "an object with role and content")
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if role not in ROLES:
+        _refuse(where, f"turn {position} has the role {role!r}", f"one of {sorted(ROLES)}")
+    if not isinstance(content, str):
+        _refuse(where, f"turn {position} has content of type {type(content).__name__}", "a string")
+    return {"role": ROLES[role], "content": content}
+
+
+def _parse_tokens(number: int, where: str, record: dict[str, Any]) -> Line:
+    ids, mask = record["input_ids"], record.get("loss_mask")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        _refuse(where, "input_ids that are not a list of token ids", "a non-empty list of integers >= 0")
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
+        _refuse(where, "a loss_mask that does not fit input_ids", f"a list of {len(ids)} zeros and ones")
+    return Line(number=number, where=where, input_ids=tuple(ids), loss_mask=tuple(int(m) for m in mask))
+
+
+def _refuse(where: str, found: str, needed: str) -> NoReturn:
+    raise DataError(f"{where}: {found}", needed=needed, do="correct or remove the line")

@@ -1,0 +1,162 @@
+"""The store's identity card: what it was made from, in full, and the check that refuses a stranger.
+
+`manifest.json` is written last when a store is created, after ids, masks, lengths and the target's parts; a folder
+without it is not a store.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from draftcache.common import config
+from draftcache.common.errors import MismatchError, StoreError, UsageError
+from draftcache.common.layout import LAYOUT_VERSION
+from draftcache.common.record import RecordSpec, record_spec
+
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetIdentity:
+    """What makes a target that target, and the numbers a drafter for it needs. Digests are SHA-256 in hex."""
+
+    name: str
+    architecture: str
+    model_type: str
+    dtype: str
+    hidden_size: int
+    vocab_size: int  # rows of the embedding, which may exceed the tokenizer's size
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    attention_bias: bool
+    tied_head: bool
+    tokenizer_size: int
+    special_token_ids: tuple[int, ...]
+    config_digest: str
+    weights_digest: str  # tensor names, shapes, file sizes and sampled pages
+    tokenizer_digest: str
+    template_digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One data file: its name without folder, lines read from it and the SHA-256 of its bytes."""
+
+    name: str
+    lines: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractSettings:
+    """The settings of stage one that decide what the store holds."""
+
+    layer_ids: tuple[int, ...]  # 0-based, output of that decoder layer, in stored order
+    ceilings: tuple[int, ...]
+    token_budget: int
+    max_length: int
+    min_supervised: int
+    limit: int | None
+    codec: str
+    teacher: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What became of every line read: read = kept + the sum of `dropped`."""
+
+    read: int
+    kept: int
+    dropped: dict[str, int]
+    truncated: int
+    supervised_tokens: int
+    supervised_tokens_cut: int
+    notes: dict[str, int]  # things worth knowing that dropped nothing, by kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSummary:
+    """One bucket: its ceiling, number of samples, rows per shard, and the crc32c of its ids, masks and lengths."""
+
+    ceiling: int
+    samples: int
+    rows: int
+    digest: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything a store says of itself. `final_norm_applied` speaks of the field `last`."""
+
+    layout_version: int
+    draftcache_version: str
+    target: TargetIdentity
+    settings: ExtractSettings
+    final_norm_applied: bool
+    data: tuple[DataFile, ...]
+    report: DataReport
+    buckets: tuple[BucketSummary, ...]
+
+    @property
+    def record(self) -> RecordSpec:
+        """The fields of one token's record."""
+        s = self.settings
+        return record_spec(len(s.layer_ids), self.target.hidden_size, s.codec, s.teacher)
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of everything but the version that wrote it: what a run trained on this store records."""
+        plain = config.to_dict(self)
+        del plain["draftcache_version"]
+        return config.fingerprint(plain)
+
+
+def read_manifest(store: Path) -> Manifest:
+    """Read a store's manifest; StoreError if there is none, or if it is damaged or of another layout version."""
+    path = store / MANIFEST_NAME
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StoreError(
+            f"{store} has no {MANIFEST_NAME}", needed="a store made by `draftcache extract`", do="check --store"
+        ) from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path} is not JSON ({error})", needed="an undamaged manifest", do="extract again") from None
+    version = values.get("layout_version") if isinstance(values, dict) else None
+    if version != LAYOUT_VERSION:
+        raise StoreError(
+            f"{path} has layout version {version}",
+            needed=f"version {LAYOUT_VERSION}",
+            do="use the draftcache version that wrote it, or extract again",
+        )
+    try:
+        return config.from_dict(Manifest, values, str(path))
+    except UsageError as error:
+        raise StoreError(error.found, needed=error.needed, do="extract again") from None
+
+
+def check_same(found: Manifest, wanted: Manifest, what: str) -> None:
+    """Raise MismatchError naming every difference between two manifests, versions apart."""
+    a, b = config.to_dict(found), config.to_dict(wanted)
+    for plain in (a, b):
+        del plain["draftcache_version"]
+    lines = config.differences(a, b)
+    if lines:
+        raise MismatchError(
+            f"{what} was made from something else: {'; '.join(lines[:6])}",
+            needed="the same target, tokenizer, template, data and settings",
+            do="use the first run's flags, or another folder",
+        )
+
+
+def digest_file(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

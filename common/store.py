@@ -1,0 +1,290 @@
+"""Opens and creates the Zarr group, its small arrays and its shards; knows from the journal what must exist.
+
+Order of creation: group, ids and masks and lengths of all samples, the target's parts, manifest. Then shard after
+shard, and only after a shard is safe on disk does the journal learn of it. So whatever the moment of a crash, what the
+journal names is whole.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.codecs import Crc32cCodec, ZstdCodec
+
+from draftcache.common.errors import DamageError, StoreError
+from draftcache.common.files import sync_directory
+from draftcache.common.layout import CHUNK_TOKENS, ShardGeometry, row_stride
+from draftcache.common.manifest import MANIFEST_NAME, BucketSummary, Manifest, read_manifest
+from draftcache.common.record import RecordSpec, fields_attribute
+from draftcache.common.shard import Bytes, RowReader, crc32c
+
+JOURNAL = Path("journal") / "rank-0.jsonl"
+TARGET_FOLDER = "target"
+_SMALL_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSamples:
+    """Ids, masks and lengths of one bucket's samples, back to back. Sample i lies at offsets[i] : offsets[i + 1]."""
+
+    ceiling: int
+    samples: npt.NDArray[np.int64]  # [N] 0-based line number over all data files
+    offsets: npt.NDArray[np.int64]  # [N + 1]
+    input_ids: npt.NDArray[np.int32]  # [tokens]
+    loss_mask: npt.NDArray[np.uint8]  # [tokens]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[N] real tokens of each sample."""
+        return np.diff(self.offsets)
+
+    def tokens(self, row: int) -> slice:
+        """Where the tokens of one row lie in `input_ids` and `loss_mask`."""
+        return slice(int(self.offsets[row]), int(self.offsets[row + 1]))
+
+    def digest(self) -> int:
+        """crc32c over all four arrays."""
+        return crc32c(np.array([crc32c(a) for a in (self.samples, self.offsets, self.input_ids, self.loss_mask)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """One committed shard: its bucket's ceiling, its number, its rows, its size, and rows with non-finite states."""
+
+    bucket: int
+    shard: int
+    rows: int
+    size: int
+    void: tuple[int, ...] = ()
+
+
+class Journal:
+    """Appends entries, each flushed to disk before `append` returns. One line of JSON with its own crc32c an entry."""
+
+    def __init__(self, store: Path) -> None:
+        path = store / JOURNAL
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        sync_directory(path.parent)
+
+    def append(self, entry: JournalEntry) -> None:
+        """Record one shard that is safe on disk."""
+        self._file.write(_journal_line(entry))
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
+
+
+class Bucket:
+    """One bucket of an open store: its samples and where its shards lie."""
+
+    def __init__(self, store: Path, summary: BucketSummary, record: RecordSpec) -> None:
+        self.ceiling = summary.ceiling
+        self.rows = summary.rows
+        self.geometry = ShardGeometry(rows=summary.rows, ceiling=summary.ceiling, record_bytes=record.record_bytes)
+        self._folder = store / bucket_path(summary.ceiling)
+        self._digest = summary.digest
+
+    @cached_property
+    def samples(self) -> BucketSamples:
+        """Ids, masks and lengths, read and checked once."""
+        samples = _read_samples(self._folder, self.ceiling)
+        if samples.digest() != self._digest:
+            raise DamageError(
+                f"{self._folder}: ids, masks or lengths differ from the manifest's digest",
+                needed="the arrays that were written",
+                do="extract again",
+            )
+        return samples
+
+    @property
+    def shard_count(self) -> int:
+        """Number of shards this bucket has when complete."""
+        return -(-len(self.samples.samples) // self.rows)
+
+    def shard_rows(self, shard: int) -> range:
+        """The bucket's rows that this shard holds."""
+        return range(shard * self.rows, min((shard + 1) * self.rows, len(self.samples.samples)))
+
+    def shard_path(self, shard: int) -> Path:
+        """The shard's file."""
+        return self._folder / "records" / "c" / str(shard) / "0" / "0"
+
+    def read_row(self, reader: RowReader, row: int, out: Bytes) -> int:
+        """Fill `out` ([row_bytes] uint8) with one row's records, every byte checked; returns bytes read."""
+        shard = row // self.rows
+        rows = self.shard_rows(shard)
+        lengths = self.samples.lengths[rows.start : rows.stop].tolist()
+        numbers = self.samples.samples[rows.start : rows.stop].tolist()
+        return reader.read_row(self.shard_path(shard), self.geometry, lengths, numbers, row - rows.start, out)
+
+
+class Store:
+    """An open store."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.buckets = {s.ceiling: Bucket(path, s, manifest.record) for s in manifest.buckets}
+
+    @property
+    def target_folder(self) -> Path:
+        """Embedding, head, config and tokenizer files of the target."""
+        return self.path / TARGET_FOLDER
+
+    def committed(self) -> dict[tuple[int, int], JournalEntry]:
+        """The shards that exist, by (ceiling, shard)."""
+        return {(e.bucket, e.shard): e for e in read_journal(self.path)}
+
+    def check_complete(self) -> None:
+        """Raise StoreError unless the journal names every shard."""
+        expected = sum(bucket.shard_count for bucket in self.buckets.values())
+        done = len(self.committed())
+        if done < expected:
+            raise StoreError(
+                f"{self.path} holds {done} of {expected} shards",
+                needed="a finished extraction",
+                do="extract again with --overwrite",
+            )
+
+
+def open_store(path: Path) -> Store:
+    """Open a store for reading. Raises StoreError if it is none, of another layout, or not finished."""
+    store = Store(path, read_manifest(path))
+    store.check_complete()
+    return store
+
+
+def create_store(path: Path, record: RecordSpec, rows: dict[int, int], buckets: Iterable[BucketSamples]) -> None:
+    """Write the Zarr group with every bucket's small arrays and empty record array. The manifest follows later.
+
+    `rows` gives rows per shard by ceiling. Raises StoreError if `path` exists and is not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise StoreError(
+            f"{path} exists", needed="a new folder for the store", do="choose another, or pass --overwrite"
+        )
+    root = zarr.create_group(str(path), zarr_format=3, attributes={"draftcache": "see manifest.json"})
+    for bucket in buckets:
+        group = root.create_group(bucket_path(bucket.ceiling), overwrite=False)
+        count = len(bucket.samples)
+        _write_padded(group, "input_ids", bucket.input_ids, bucket)
+        _write_padded(group, "loss_mask", bucket.loss_mask, bucket)
+        _write_small(group, "length", bucket.lengths.astype(np.int32), max(count, 1))
+        _write_small(group, "sample", bucket.samples, max(count, 1))
+        group.create_array(
+            "records",
+            shape=(count, bucket.ceiling, record.record_bytes),
+            dtype="uint8",
+            chunks=(1, CHUNK_TOKENS, record.record_bytes),
+            shards=(rows[bucket.ceiling], row_stride(bucket.ceiling), record.record_bytes),
+            compressors=[Crc32cCodec()],
+            fill_value=0,
+            attributes={"fields": fields_attribute(record), "record_bytes": record.record_bytes},
+            dimension_names=("row", "token", "byte"),
+        )
+
+
+def read_journal(store: Path) -> Iterator[JournalEntry]:
+    """The shards a store's journal names, in order. A torn last line is the mark of a crash and is left out."""
+    path = store / JOURNAL
+    if not path.exists():
+        return
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        entry = _parse_journal_line(line)
+        if entry is None:
+            raise DamageError(
+                f"{path}: line {number} fails its checksum", needed="an undamaged journal", do="extract again"
+            )
+        yield entry
+
+
+def bucket_path(ceiling: int) -> str:
+    """A bucket's group within the store."""
+    return f"buckets/{ceiling}"
+
+
+def is_store(path: Path) -> bool:
+    """Whether `path` holds a store, finished or not."""
+    return (path / MANIFEST_NAME).exists() or (path / "zarr.json").exists()
+
+
+def _journal_line(entry: JournalEntry) -> bytes:
+    values = {
+        "bucket": entry.bucket,
+        "shard": entry.shard,
+        "rows": entry.rows,
+        "size": entry.size,
+        "void": list(entry.void),
+    }
+    return json.dumps(values | {"crc32c": _json_checksum(values)}).encode() + b"\n"
+
+
+def _parse_journal_line(line: bytes) -> JournalEntry | None:
+    try:
+        values = json.loads(line)
+        checksum = values.pop("crc32c")
+        if checksum != _json_checksum(values):
+            return None
+        return JournalEntry(**(values | {"void": tuple(values["void"])}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _json_checksum(values: dict[str, Any]) -> int:
+    return crc32c(np.frombuffer(json.dumps(values, sort_keys=True).encode(), dtype=np.uint8))
+
+
+def _write_small(group: zarr.Group, name: str, values: npt.NDArray[Any], chunk_rows: int) -> None:
+    array = group.create_array(
+        name,
+        shape=values.shape,
+        dtype=values.dtype,
+        chunks=(chunk_rows, *values.shape[1:]),
+        compressors=[ZstdCodec(level=3), Crc32cCodec()],
+        fill_value=0,
+    )
+    array[...] = values
+
+
+def _write_padded(group: zarr.Group, name: str, flat: npt.NDArray[Any], bucket: BucketSamples) -> None:
+    padded = np.zeros((len(bucket.samples), bucket.ceiling), dtype=flat.dtype)
+    padded[_real_tokens(bucket.lengths, bucket.ceiling)] = flat
+    _write_small(group, name, padded, max(1, _SMALL_CHUNK_BYTES // (bucket.ceiling * flat.itemsize)))
+
+
+def _read_samples(folder: Path, ceiling: int) -> BucketSamples:
+    try:
+        group = zarr.open_group(str(folder), mode="r")
+        arrays = {name: np.asarray(group[name]) for name in ("sample", "length", "input_ids", "loss_mask")}
+    except Exception as error:  # zarr raises a dozen unrelated types for damaged metadata and chunks
+        raise DamageError(
+            f"{folder}: {type(error).__name__}: {error}", needed="readable ids, masks and lengths", do="extract again"
+        ) from None
+    lengths = arrays["length"].astype(np.int64)
+    real = _real_tokens(lengths, ceiling)
+    return BucketSamples(
+        ceiling=ceiling,
+        samples=arrays["sample"],
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        input_ids=arrays["input_ids"][real],
+        loss_mask=arrays["loss_mask"][real],
+    )
+
+
+def _real_tokens(lengths: npt.NDArray[np.int64], ceiling: int) -> npt.NDArray[np.bool_]:
+    """[N, ceiling] bool, True where a padded row holds a token."""
+    return np.arange(ceiling)[None, :] < lengths[:, None]

@@ -1,0 +1,304 @@
+"""The frozen target: loads it, finds its decoder, embedding and head through its structure, and says who it is.
+
+Nothing here goes by model names. The decoder is the module that owns a list of exactly `num_hidden_layers` layers and
+the input embedding; its output is the hidden state after the final norm, and the output embedding turns that into
+logits.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from draftcache.common.errors import StoreError, TargetError, UsageError, first_line
+from draftcache.common.files import atomic_path
+from draftcache.common.manifest import TargetIdentity
+
+PARTS_NAME = "embedding_and_head.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
+_SAMPLED_PAGES = 64
+_SAMPLED_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A loaded target. `decoder(input_ids)` gives the last hidden state after the final norm."""
+
+    model: Any  # transformers.PreTrainedModel, which is untyped
+    decoder: nn.Module
+    layers: nn.ModuleList
+    embedding: Tensor  # [V, H]
+    head: Tensor  # [V, H]; the embedding itself when tied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What training needs of the target: its embedding and head, both [V, H] in the target's dtype."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+def default_layer_ids(num_layers: int, taps: int) -> tuple[int, ...]:
+    """The released drafters' choice: evenly spaced from layer 1 to num_layers - 3, rounded half to even.
+
+    Source: z-lab/dflash. Ids are 0-based and name the output of that decoder layer. Raises UsageError where they would
+    not be distinct.
+    """
+    if taps == 1:
+        return (num_layers // 2,)
+    ids = tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
+    if len(set(ids)) != taps or not all(0 <= i < num_layers for i in ids):
+        raise UsageError(
+            f"a target of {num_layers} layers has no {taps} distinct default layers",
+            needed=f"layer ids within 0..{num_layers - 1}",
+            do="choose them with --layers",
+        )
+    return ids
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
+    """Raise UsageError unless the ids are distinct and name decoder layers of the target."""
+    if not layer_ids or len(set(layer_ids)) != len(layer_ids) or not all(0 <= i < num_layers for i in layer_ids):
+        raise UsageError(
+            f"layer ids {list(layer_ids)}",
+            needed=f"distinct ids within 0..{num_layers - 1} (0-based, output of that decoder layer)",
+            do="correct --layers",
+        )
+
+
+def read_config(folder: Path) -> Any:
+    """The target's transformers configuration; TargetError if the folder has none or lacks weight files."""
+    if not (folder / "config.json").is_file():
+        raise TargetError(
+            f"{folder} has no config.json", needed="a Hugging Face model folder", do="check the path of --target"
+        )
+    if not weight_files(folder):
+        raise TargetError(
+            f"{folder} has no weights",
+            needed=f"files of the kinds {', '.join(_WEIGHT_PATTERNS)}",
+            do="download the whole model folder",
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(
+            f"{folder}/config.json: {first_line(error)}",
+            needed="a model type that transformers knows",
+            do="see --target",
+        ) from None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The target's fast tokenizer; TargetError if there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(
+            f"{folder}: no tokenizer ({first_line(error)})",
+            needed="tokenizer files",
+            do="add tokenizer.json to the folder",
+        ) from None
+    if not tokenizer.is_fast:
+        raise TargetError(
+            f"{folder} has a tokenizer without character offsets", needed="a fast tokenizer", do="add tokenizer.json"
+        )
+    return tokenizer
+
+
+def load_target(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Target:
+    """Load the frozen target in its own dtype unless another is given.
+
+    Raises TargetError if weights are missing (a head is never left random) or if its structure is not understood.
+    """
+    config = read_config(folder)
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise TargetError(
+            f"{folder} does not load: {first_line(error)}", needed="a causal language model", do="check the folder"
+        ) from None
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"{folder} lacks the weights {missing[:4]}{' and more' if len(missing) > 4 else ''}",
+            needed="every weight of the model",
+            do="download the whole model folder; if the head is tied, set tie_word_embeddings in config.json",
+        )
+    model = model.to(device).eval().requires_grad_(False)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None:
+        raise TargetError(
+            f"{type(model).__name__} exposes no input or output embedding",
+            needed="get_input_embeddings() and get_output_embeddings()",
+            do="use a causal language model",
+        )
+    decoder, layers = _find_decoder(model, config.get_text_config().num_hidden_layers, embedding)
+    return Target(model=model, decoder=decoder, layers=layers, embedding=embedding.weight, head=head.weight)
+
+
+def identify(folder: Path, tokenizer: Any) -> TargetIdentity:
+    """Who the target in `folder` is, from its configuration, tokenizer and files alone."""
+    config = read_config(folder)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return TargetIdentity(
+        name=folder.resolve().name,
+        architecture=(config.architectures or ["unknown"])[0],
+        model_type=config.model_type,
+        dtype=str(text.dtype or config.dtype).removeprefix("torch."),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate_size=text.intermediate_size,
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        rope_theta=_rope_theta(text, folder),
+        max_position_embeddings=text.max_position_embeddings,
+        attention_bias=bool(getattr(text, "attention_bias", False)),
+        tied_head=bool(getattr(config, "tie_word_embeddings", False)),
+        tokenizer_size=len(tokenizer),
+        special_token_ids=tuple(sorted(_special_ids(config, tokenizer))),
+        config_digest=hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
+        weights_digest=_weights_digest(folder),
+        tokenizer_digest=_tokenizer_digest(folder),
+        template_digest=hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+    )
+
+
+def tap_layers(target: Target, layer_ids: Sequence[int], sink: Callable[[int, Tensor], None]) -> list[Any]:
+    """Call `sink(position, output)` with each tapped layer's output [rows, tokens, H] in every forward from now on.
+
+    Returns the hook handles; `remove()` each to stop.
+    """
+
+    def hook_for(position: int) -> Any:
+        def hook(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+            sink(position, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    return [target.layers[layer].register_forward_hook(hook_for(i)) for i, layer in enumerate(layer_ids)]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The target's weight files, sorted by name."""
+    return sorted(path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern))
+
+
+def save_parts(target: Target, source: Path, folder: Path) -> None:
+    """Put embedding, head (unless tied), config and tokenizer files of the target into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {"embed_tokens.weight": target.embedding}
+    if target.head.data_ptr() != target.embedding.data_ptr():
+        parts["lm_head.weight"] = target.head
+    with atomic_path(folder / PARTS_NAME) as partial:
+        save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, partial)
+    for name in ("config.json", *TOKENIZER_FILES):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def load_parts(folder: Path, identity: TargetIdentity, device: torch.device) -> TargetParts:
+    """The embedding and head that extraction put into a store; StoreError if they are not what the manifest says."""
+    path = folder / PARTS_NAME
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    except Exception as error:  # safetensors raises its own type, OSError and ValueError
+        raise StoreError(f"{path}: {first_line(error)}", needed="the target's parts", do="extract again") from None
+    shape = (identity.vocab_size, identity.hidden_size)
+    embedding = parts.get("embed_tokens.weight")
+    head = embedding if identity.tied_head else parts.get("lm_head.weight")
+    if embedding is None or head is None or tuple(embedding.shape) != shape or tuple(head.shape) != shape:
+        raise StoreError(
+            f"{path} holds { {name: list(part.shape) for name, part in parts.items()} }",
+            needed=f"embedding and head of shape {list(shape)}",
+            do="extract again",
+        )
+    return TargetParts(embedding=embedding, head=head)
+
+
+def _find_decoder(model: nn.Module, num_layers: int, embedding: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    for module in model.modules():
+        lists = [c for c in module.children() if isinstance(c, nn.ModuleList) and len(c) == num_layers]
+        if len(lists) == 1 and any(child is embedding for child in module.children()):
+            return module, lists[0]
+    raise TargetError(
+        f"no module of {type(model).__name__} owns both a list of {num_layers} layers and the input embedding",
+        needed="a decoder built that way",
+        do="report the model family; this one is not supported yet",
+    )
+
+
+def _rope_theta(text: Any, folder: Path) -> float:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters:  # one set of parameters per layer type
+        parameters = parameters.get("full_attention") or {}
+    theta = parameters.get("rope_theta", getattr(text, "rope_theta", None))
+    if theta is None:
+        raise TargetError(
+            f"{folder}/config.json names no rope_theta",
+            needed="rope_parameters.rope_theta or rope_theta",
+            do="add it; a guess would only show in serving",
+        )
+    return float(theta)
+
+
+def _special_ids(config: Any, tokenizer: Any) -> set[int]:
+    ids: set[int] = set(tokenizer.all_special_ids)
+    for holder in (config, config.get_text_config()):
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            value = getattr(holder, name, None)
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return ids
+
+
+def _weights_digest(folder: Path) -> str:
+    """Names, sizes, safetensors headers and evenly spaced pages of the weight files: a second's work for 54 GB."""
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            if path.suffix == ".safetensors":
+                header = int.from_bytes(file.read(8), "little")
+                digest.update(file.read(min(header, size)))
+            for i in range(_SAMPLED_PAGES):
+                file.seek((size - _SAMPLED_BYTES) * i // (_SAMPLED_PAGES - 1) if size > _SAMPLED_BYTES else 0)
+                digest.update(file.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(f"{name} ".encode() + (folder / name).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Stage one: conversations in, a store of hidden states out."""

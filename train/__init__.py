@@ -1,0 +1,1 @@
+"""Stage two: a store in, a drafter out."""

@@ -1,0 +1,219 @@
+"""Head, loss and gradient in chunks of whole blocks, without ever holding the logits of all slots.
+
+The head is frozen, so the only gradient is that of the hidden states. Each chunk's is computed by hand in the forward
+pass, while its logits exist; backward only scales it. What is summed is not normalised: the step divides gradients by
+the weight of the whole accumulation window.
+
+    teacher "tokens"   l = -log q(label)                     dl/dz = q - onehot(label)
+    teacher "last"     l = sum p log(p / q), p = softmax(head(last))    dl/dz = q - p
+
+    weighting "decay"  w_k = exp(-(k - 1) / gamma)                       denominator: sum of w
+    weighting "dpace"  s_k = (1 - alpha) q(label)_k + alpha, C_k = prod_{i<=k} s_i, w_k = sum_{m>=k} C_m
+                       (arXiv 2605.18810; only valid slots count)        denominator: valid slots
+
+Slot 0 is never trained and never reaches the head.
+
+Legend: A anchors, B block size, H width, V vocabulary, n slots of a chunk.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draftcache.common.errors import UsageError
+
+TEACHERS = ("tokens", "last")
+WEIGHTINGS = ("decay", "dpace")
+_PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """What slots are compared with and how they are weighted. `gamma` None: the paper's value for the block size."""
+
+    teacher: str = "last"
+    weighting: str = "decay"
+    gamma: float | None = None
+    alpha: float = 0.5
+    chunk_slots: int = 4096  # rows of logits held at a time
+
+    def __post_init__(self) -> None:
+        if self.teacher not in TEACHERS or self.weighting not in WEIGHTINGS:
+            raise UsageError(
+                f"teacher {self.teacher!r}, weighting {self.weighting!r}",
+                needed=f"a teacher of {list(TEACHERS)} and a weighting of {list(WEIGHTINGS)}",
+                do="choose one of each",
+            )
+        if self.gamma is not None and not (self.gamma > 0 and math.isfinite(self.gamma)):
+            raise UsageError(f"gamma {self.gamma}", needed="a positive number", do="correct --gamma")
+        if not 0 < self.alpha <= 1:
+            raise UsageError(f"alpha {self.alpha}", needed="within (0, 1]", do="correct --alpha")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What the loss compares with, for the trained slots 1..B-1."""
+
+    labels: Tensor  # [A, B - 1] int64
+    valid: Tensor  # [A, B - 1] bool
+    teacher_hidden: Tensor | None  # [A, B - 1, H], needed by teacher "last"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Sums over the trained slots of one micro-batch; every one stays on the device."""
+
+    loss: Tensor  # [] float32, the differentiable one
+    weight: Tensor  # [] float32, the loss's denominator
+    accepted: Tensor  # [] float32, 1 + leading run of right tokens, over blocks with a valid slot
+    blocks: Tensor  # [] float32, blocks with a valid slot
+    right: Tensor  # [B - 1] float32, right tokens per slot
+    counted: Tensor  # [B - 1] float32, valid slots per slot
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's decay for its block sizes (arXiv 2602.06036), half the block size for others."""
+    return _PAPER_GAMMA.get(block_size, block_size / 2)
+
+
+def decay_weights(block_size: int, gamma: float | None, device: torch.device) -> Tensor:
+    """[B - 1] float32, exp(-(k - 1) / gamma) for slots k = 1..B-1."""
+    slots = torch.arange(block_size - 1, device=device, dtype=torch.float32)
+    return torch.exp(-slots / (gamma or default_gamma(block_size)))
+
+
+def dpace_weights(
+    confidence: Tensor,  # [n, B - 1] drafter's probability of the label
+    valid: Tensor,  # [n, B - 1] bool
+    alpha: float,
+) -> Tensor:  # [n, B - 1]
+    """D-PACE's weights: how much of the expected accepted length hangs on each slot."""
+    smoothed = torch.where(valid, (1 - alpha) * confidence + alpha, 1.0)
+    reach = smoothed.cumprod(-1) * valid
+    return reach.flip(-1).cumsum(-1).flip(-1) * valid
+
+
+def accepted_length(
+    right: Tensor,  # [n, B - 1] bool
+    valid: Tensor,  # [n, B - 1] bool
+) -> tuple[Tensor, Tensor]:  # sum and count, [] float32
+    """1 + leading run of right tokens, summed over blocks with a valid slot, and the number of those blocks.
+
+    A block ends where its tokens stop being valid. Sum over count is what a server logs as mean accepted length.
+    """
+    run = (right & valid).to(torch.float32).cumprod(-1).sum(-1)
+    counted = valid.any(-1).to(torch.float32)
+    return ((1 + run) * counted).sum(), counted.sum()
+
+
+def chunked_loss(
+    hidden: Tensor,  # [A, B - 1, H], the drafter's output at slots 1..B-1
+    head: Tensor,  # [V, H], frozen
+    inputs: LossInputs,
+    config: LossConfig,
+) -> LossSums:
+    """The optimised path: at most `config.chunk_slots` rows of logits exist at a time."""
+    loss, weight, right = _ChunkedLoss.apply(hidden, head, inputs, config)  # type: ignore[no-untyped-call]
+    return _sums(loss, weight, right, inputs.valid)
+
+
+def plain_loss(hidden: Tensor, head: Tensor, inputs: LossInputs, config: LossConfig) -> LossSums:
+    """The plain twin: all logits at once, gradient by autograd."""
+    logits = functional.linear(hidden, head.to(hidden.dtype)).float()
+    log_q = logits.log_softmax(-1)
+    label_log_q = log_q.gather(-1, inputs.labels[..., None]).squeeze(-1)
+    weights = _weights(label_log_q.detach(), inputs.valid, config)
+    if config.teacher == "tokens":
+        losses = -label_log_q
+    else:
+        log_p = _teacher_logits(inputs, head, hidden.dtype).log_softmax(-1)
+        losses = (log_p.exp() * (log_p - log_q)).sum(-1)
+    weight = weights.sum() if config.weighting == "decay" else inputs.valid.sum().float()
+    return _sums((weights * losses).sum(), weight, logits.argmax(-1) == inputs.labels, inputs.valid)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, inputs: LossInputs, config: LossConfig
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head = head.to(hidden.dtype)
+        anchors, slots = inputs.labels.shape
+        blocks = max(1, config.chunk_slots // slots)
+        gradient = torch.empty_like(hidden)
+        right = torch.empty_like(inputs.valid)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        weight = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, anchors, blocks):
+            cut = slice(begin, begin + blocks)
+            part = LossInputs(
+                labels=inputs.labels[cut],
+                valid=inputs.valid[cut],
+                teacher_hidden=None if inputs.teacher_hidden is None else inputs.teacher_hidden[cut],
+            )
+            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, part, config, gradient[cut])
+            loss += chunk_loss
+            weight += chunk_weight
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(weight, right)
+        return loss, weight, right
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outputs[0].to(gradient.dtype), None, None, None
+
+
+def _chunk(
+    hidden: Tensor,  # [n, B - 1, H]
+    head: Tensor,  # [V, H]
+    inputs: LossInputs,
+    config: LossConfig,
+    gradient: Tensor,  # [n, B - 1, H], written
+) -> tuple[Tensor, Tensor, Tensor]:  # loss [], denominator [], right [n, B - 1] bool
+    logits = functional.linear(hidden, head).float()
+    log_normaliser = logits.logsumexp(-1, keepdim=True)
+    labels = inputs.labels[..., None]
+    label_log_q = (logits.gather(-1, labels) - log_normaliser).squeeze(-1)
+    weights = _weights(label_log_q, inputs.valid, config)
+    right = logits.argmax(-1) == inputs.labels
+    if config.teacher == "tokens":
+        losses = -label_log_q
+        difference = (logits - log_normaliser).exp_()
+        difference.scatter_add_(-1, labels, torch.full_like(labels, -1, dtype=difference.dtype))
+    else:
+        log_p = _teacher_logits(inputs, head, hidden.dtype).log_softmax(-1)
+        log_q = logits - log_normaliser
+        losses = (log_p.exp() * (log_p - log_q)).sum(-1)
+        difference = log_q.exp_() - log_p.exp_()
+    weighted = (difference * weights[..., None]).to(hidden.dtype)
+    torch.matmul(weighted.flatten(0, 1), head, out=gradient.flatten(0, 1))
+    weight = weights.sum() if config.weighting == "decay" else inputs.valid.sum().float()
+    return (weights * losses).sum(), weight, right
+
+
+def _weights(label_log_q: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
+    if config.weighting == "decay":
+        return decay_weights(valid.shape[-1] + 1, config.gamma, valid.device) * valid
+    return dpace_weights(label_log_q.exp(), valid, config.alpha)
+
+
+def _teacher_logits(inputs: LossInputs, head: Tensor, dtype: torch.dtype) -> Tensor:
+    assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
+    return functional.linear(inputs.teacher_hidden.to(dtype), head.to(dtype)).float()
+
+
+def _sums(loss: Tensor, weight: Tensor, right: Tensor, valid: Tensor) -> LossSums:
+    accepted, blocks = accepted_length(right, valid)
+    return LossSums(
+        loss=loss,
+        weight=weight,
+        accepted=accepted,
+        blocks=blocks,
+        right=(right & valid).sum(0, dtype=torch.float32),
+        counted=valid.sum(0, dtype=torch.float32),
+    )

@@ -1,0 +1,104 @@
+"""AdamW and its schedule, every scalar of them a device tensor, so that one captured update serves every step.
+
+An update divides the summed gradients by the window's weight, clips, steps and clears, without a host read. A
+non-finite gradient or a window of weight zero skips the update on the device and is counted.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftcache.common.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay to zero, and clipping of the global norm."""
+
+    lr: float = 6e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup: float = 0.04  # share of all steps
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and self.clip > 0 and 0 <= self.warmup < 1 and self.weight_decay >= 0):
+            raise UsageError(
+                f"lr {self.lr}, clip {self.clip}, warm-up {self.warmup}, weight decay {self.weight_decay}",
+                needed="lr and clip above 0, warm-up within [0, 1), weight decay of at least 0",
+                do="correct the flag",
+            )
+
+
+def learning_rate(step: Tensor, config: OptimConfig, total_steps: int) -> Tensor:
+    """The rate of 0-based `step` ([] float64): lr (s + 1) / w over w warm-up steps, then half a cosine to zero."""
+    warmup = max(1, round(config.warmup * total_steps))
+    rising = (step + 1) / warmup
+    progress = ((step - warmup) / max(1, total_steps - warmup)).clamp(0, 1)
+    return config.lr * torch.minimum(rising, 0.5 * (1 + torch.cos(math.pi * progress)))
+
+
+class Optimizer:
+    """Moments, gradient buffer and scalars of one training run. Everything in it keeps its address."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimConfig, total_steps: int) -> None:
+        self._parameters = list(parameters)
+        self._config = config
+        self._total_steps = total_steps
+        device = self._parameters[0].device
+        self.gradients = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
+        """Flat float32 sums of the window's gradients; every parameter's `.grad` is a view of it."""
+        self.step = torch.zeros((), dtype=torch.float64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.float64, device=device)
+        self.lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
+        offset = 0
+        for parameter in self._parameters:
+            parameter.grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=self.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._divisor = torch.ones((), device=device)
+        self._found_inf = torch.zeros((), device=device)
+        # Fused AdamW reads these two: it divides gradients by the one and leaves everything alone if the other is 1.
+        self._adamw.grad_scale = self._divisor  # type: ignore[attr-defined]
+        self._adamw.found_inf = self._found_inf  # type: ignore[attr-defined]
+        self._make_state()
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """One step with the mean gradient `gradients / weight` ([] float32), clipped; then clear the gradients."""
+        self.lr.copy_(learning_rate(self.step, self._config, self._total_steps))
+        norm = torch.linalg.vector_norm(self.gradients) / weight
+        self.gradient_norm.copy_(norm)
+        self._found_inf.copy_(~torch.isfinite(norm))
+        self._divisor.copy_(weight * (norm / self._config.clip).clamp_min(1.0))
+        self._adamw.step()
+        self.skipped += self._found_inf
+        self.step += 1
+        self.gradients.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that a checkpoint must hold, by name; the tensors themselves, not copies."""
+        tensors = {"step": self.step, "skipped": self.skipped}
+        for index, parameter in enumerate(self._parameters):
+            for name, value in self._adamw.state[parameter].items():
+                tensors[f"{index}.{name}"] = value
+        return tensors
+
+    def _make_state(self) -> None:
+        """Let AdamW allocate its moments now, outside any capture, by a step that `found_inf` turns into nothing."""
+        self._found_inf.fill_(1)
+        self._adamw.step()
+        self._found_inf.zero_()

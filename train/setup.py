@@ -1,0 +1,205 @@
+"""Turns flags and a store into a fully resolved run: geometry, mask token, shapes, number of steps.
+
+Nothing here touches a device. Everything a user can get wrong is found here, before anything is loaded or built.
+"""
+
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from draftcache.common.errors import UsageError
+from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
+from draftcache.common.manifest import TargetIdentity
+from draftcache.common.store import Store
+from draftcache.common.version import VERSION
+from draftcache.train.anchors import MAX_CONTEXT_TOKENS
+from draftcache.train.attention import TILE
+from draftcache.train.checkpoint import Run
+from draftcache.train.drafter import FULL, SLIDING, DrafterConfig
+from draftcache.train.loss import LossConfig
+from draftcache.train.optim import OptimConfig
+from draftcache.train.order import Batching, BucketIndex, context_shapes, epoch_batches, steps_per_epoch
+
+LAYER_PATTERNS = ("full", "sliding", "sliding-last-full")
+MIN_FLEX_HEAD_DIM = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeometryOptions:
+    """The drafter's geometry as asked for; None means: the target's."""
+
+    num_layers: int = 5
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    layer_types: str = "full"  # one of LAYER_PATTERNS, or a comma-separated list of full and sliding
+    sliding_window: int = 2048
+    block_size: int = 16
+    mask_token_id: int | None = None  # None: the first embedding row that the tokenizer does not use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What `draftcache train` was asked to do."""
+
+    store: Path
+    out: Path
+    geometry: GeometryOptions = field(default_factory=GeometryOptions)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batching: str = "bucket"
+    token_budget: int = DEFAULT_TOKEN_BUDGET
+    rows: int | None = None
+    anchors: int = 512  # at most; never more than a micro-batch can have
+    accumulate: int = 1
+    steps: int | None = None
+    epochs: int = 6  # used where steps is None
+    seed: int = 0
+    save_every: int | None = None  # steps; None: only at the end
+    log_every: int = 10  # steps between two reads of the device
+    graph: bool | None = None  # None: where the device can
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+
+    def __post_init__(self) -> None:
+        for name in ("anchors", "accumulate", "steps", "epochs", "save_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} {value}", needed="at least 1", do=f"correct {flag}")
+        if self.graph and not self.device.startswith("cuda"):
+            raise UsageError(f"--graph on {self.device}", needed="a CUDA device", do="use --no-graph")
+
+
+def resolve(config: TrainConfig, store: Store) -> Run:
+    """The run that `config` describes on this store. Raises UsageError for what cannot work."""
+    manifest = store.manifest
+    if config.loss.teacher == "last" and not manifest.record.has("last"):
+        raise UsageError(
+            f"teacher 'last' on a store extracted with teacher {manifest.settings.teacher!r}",
+            needed="the target's last hidden state in the store",
+            do="use --teacher tokens, or extract with --teacher last",
+        )
+    drafter = _drafter_config(config.geometry, manifest.target, manifest.settings.layer_ids)
+    _check_mask_token(drafter.mask_token_id, manifest.target, store)
+    on_cuda = config.device.startswith("cuda")
+    if on_cuda and (drafter.head_dim < MIN_FLEX_HEAD_DIM or TILE % drafter.block_size):
+        raise UsageError(
+            f"head_dim {drafter.head_dim} and block size {drafter.block_size}",
+            needed=f"head_dim of at least {MIN_FLEX_HEAD_DIM} and a block size that divides {TILE} on CUDA",
+            do="correct --head-dim or --block-size",
+        )
+    batching = Batching(kind=config.batching, token_budget=config.token_budget, rows=config.rows)
+    index = bucket_index(store)
+    largest = max(context_shapes(index, batching))
+    if largest >= MAX_CONTEXT_TOKENS:
+        raise UsageError(f"a context of {largest} tokens", needed=f"below {MAX_CONTEXT_TOKENS}", do="lower the budget")
+    epoch_batches(index, batching, config.seed, 0)  # refuses a budget that the longest sample does not fit
+    anchors = _anchor_count(config, store, batching, drafter.block_size if on_cuda else 1)
+    per_epoch = steps_per_epoch(index, batching, config.accumulate)
+    return Run(
+        drafter=drafter,
+        target=manifest.target,
+        store_identity=manifest.identity,
+        loss=config.loss,
+        optim=config.optim,
+        batching=batching,
+        anchors=anchors,
+        accumulate=config.accumulate,
+        steps=config.steps or config.epochs * per_epoch,
+        seed=config.seed,
+        dtype="bfloat16" if on_cuda else "float32",
+        versions={"draftcache": VERSION} | {name: version(name) for name in ("torch", "zarr")},
+    )
+
+
+def bucket_index(store: Store) -> dict[int, BucketIndex]:
+    """What ordering needs to know of a store."""
+    return {c: BucketIndex(b.samples.samples, b.samples.lengths) for c, b in store.buckets.items()}
+
+
+def _drafter_config(options: GeometryOptions, target: TargetIdentity, layer_ids: tuple[int, ...]) -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        num_heads=options.num_heads or target.num_heads,
+        num_kv_heads=options.num_kv_heads or target.num_kv_heads,
+        head_dim=options.head_dim or target.head_dim,
+        layer_types=_layer_types(options.layer_types, options.num_layers),
+        sliding_window=options.sliding_window,
+        sliding_causal=True,
+        block_size=options.block_size,
+        layer_ids=layer_ids,
+        mask_token_id=_mask_token_id(options.mask_token_id, target),
+        vocab_size=target.vocab_size,
+        rope_theta=target.rope_theta,
+        rms_norm_eps=target.rms_norm_eps,
+        attention_bias=target.attention_bias,
+    )
+
+
+def _layer_types(pattern: str, layers: int) -> tuple[str, ...]:
+    if layers < 1:
+        raise UsageError(f"--num-layers {layers}", needed="at least 1", do="correct it")
+    if pattern == "full":
+        return (FULL,) * layers
+    if pattern == "sliding":
+        return (SLIDING,) * layers
+    if pattern == "sliding-last-full":
+        return (SLIDING,) * (layers - 1) + (FULL,)
+    names = {"full": FULL, "sliding": SLIDING, FULL: FULL, SLIDING: SLIDING}
+    parts = pattern.split(",")
+    if len(parts) != layers or any(part not in names for part in parts):
+        raise UsageError(
+            f"--layer-types {pattern} for {layers} layers",
+            needed=f"one of {list(LAYER_PATTERNS)}, or a list of {layers} times full or sliding",
+            do="correct --layer-types or --num-layers",
+        )
+    return tuple(names[part] for part in parts)
+
+
+def _mask_token_id(asked: int | None, target: TargetIdentity) -> int:
+    if asked is not None:
+        return asked
+    if target.tokenizer_size < target.vocab_size:
+        return target.tokenizer_size
+    raise UsageError(
+        f"the tokenizer uses all {target.vocab_size} rows of the target's embedding",
+        needed="a mask token that occurs nowhere in the data",
+        do="choose one with --mask-token-id",
+    )
+
+
+def _check_mask_token(mask_token_id: int, target: TargetIdentity, store: Store) -> None:
+    if mask_token_id in target.special_token_ids:
+        raise UsageError(
+            f"mask token id {mask_token_id} is one of the target's special tokens {list(target.special_token_ids)}",
+            needed="a token with no other meaning",
+            do="choose another with --mask-token-id",
+        )
+    uses = sum(int(np.count_nonzero(b.samples.input_ids == mask_token_id)) for b in store.buckets.values())
+    if uses:
+        raise UsageError(
+            f"mask token id {mask_token_id} occurs {uses} times in the data",
+            needed="a token that the data does not use",
+            do="choose another with --mask-token-id",
+        )
+
+
+def _anchor_count(config: TrainConfig, store: Store, batching: Batching, tile_block: int) -> int:
+    """Anchors per micro-batch: as asked, but no more than any micro-batch can have, in whole tiles on CUDA."""
+    possible = 0
+    for ceiling, bucket in store.buckets.items():
+        samples = bucket.samples
+        pairs = samples.loss_mask[:-1] & samples.loss_mask[1:]
+        per_sample = np.add.reduceat(np.append(pairs, 0).astype(np.int64), samples.offsets[:-1])
+        rows = batching.bucket_rows(ceiling, len(per_sample)) if batching.kind == "bucket" else len(per_sample)
+        most = int(np.sort(per_sample)[-rows:].sum())
+        possible = max(possible, most) if batching.kind == "bucket" else possible + most
+    if batching.kind == "packed":
+        possible = min(possible, batching.token_budget)
+    step = max(1, TILE // tile_block) if tile_block > 1 else 1
+    return max(step, -(-min(config.anchors, possible) // step) * step)

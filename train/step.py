@@ -1,0 +1,221 @@
+"""The training step as ordinary functions of static shapes, and its twin captured as CUDA graphs.
+
+A micro-step draws anchors, runs the drafter and adds gradients and metric sums to tensors that outlive it. After
+`accumulate` micro-steps an update divides, clips and steps. Nothing in either reads the device from the host.
+
+The captured twin holds one micro-step graph per shape and one update graph, all in one memory pool. What a graph writes
+that somebody reads later (gradients, sums, log rows, moments) is allocated outside the pool before the first capture;
+everything inside a pool is overwritten by the next replay of any graph.
+
+Legend: T context tokens, A anchors, B block size, Q = A * B, K taps, H target width.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftcache.common.record import RecordSpec
+from draftcache.common.target import TargetParts
+from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
+from draftcache.train.attention import FlexAttention, GroupedAttention
+from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
+from draftcache.train.drafter import Drafter
+from draftcache.train.loss import LossConfig, LossInputs, LossSums, chunked_loss
+from draftcache.train.optim import Optimizer
+
+_HEAD_SUMS = ("loss", "weight", "accepted", "blocks")
+_WARMUP_RUNS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """What the step needs besides the drafter's own configuration."""
+
+    anchors: int  # per micro-batch
+    seed: int
+    log_rows: int  # steps whose metrics the device holds before the host fetches them
+    dtype: torch.dtype  # of products and activations
+
+
+class Stepper(Protocol):
+    """What the loop calls: `micro_step` for every micro-batch, `update` after each accumulation window."""
+
+    def micro_step(self, batch: FlatBatch) -> None:
+        """Add one micro-batch's gradients and metric sums. The batch may be overwritten once this work is done."""
+        ...
+
+    def update(self) -> None:
+        """Step the optimizer with the window's mean gradient, write a log row, clear the window."""
+        ...
+
+
+class EagerStep:
+    """The step as it stands, launched operation by operation; runs on any device."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        optimizer: Optimizer,
+        parts: TargetParts,
+        record: RecordSpec,
+        loss: LossConfig,
+        config: StepConfig,
+    ) -> None:
+        self._drafter = drafter
+        self._optimizer = optimizer
+        self._embedding = parts.embedding.to(config.dtype)
+        tied = parts.head is parts.embedding
+        self._head = self._embedding if tied else parts.head.to(config.dtype)
+        self._record = record
+        self._loss = loss
+        self._config = config
+        device = parts.embedding.device
+        slots = drafter.config.block_size - 1
+        self._sums = torch.zeros(len(_HEAD_SUMS) + 2 * slots, dtype=torch.float64, device=device)
+        self.log = torch.zeros(config.log_rows, 3 + self._sums.numel(), dtype=torch.float64, device=device)
+        """[log_rows, columns]: one row per step, columns as in `log_row_names`, reused in turn."""
+        self._log_index = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def counters(self) -> list[Tensor]:
+        """What even a step of weight zero changes: step and skip counts, sums and log."""
+        return [self._optimizer.step, self._optimizer.skipped, self._sums, self.log, self._log_index]
+
+    def micro_step(self, batch: FlatBatch) -> None:
+        """See Stepper."""
+        anchors, keep = draw_anchors(batch, self._config.seed, self._config.anchors)
+        blocks = lay_out_blocks(
+            batch, anchors, keep, self._drafter.config.block_size, self._drafter.config.mask_token_id
+        )
+        sums = self._forward(batch, blocks)
+        sums.loss.backward()
+        heads = torch.stack([sums.loss.detach(), sums.weight, sums.accepted, sums.blocks])
+        self._sums += torch.cat([heads, sums.right, sums.counted])
+
+    def update(self) -> None:
+        """See Stepper."""
+        self._optimizer.update(self._sums[1].float())
+        row = torch.stack([t.double() for t in self._scalars()])
+        self.log.index_copy_(0, self._log_index, torch.cat([row, self._sums])[None])
+        self._log_index.copy_((self._log_index + 1) % self._config.log_rows)
+        self._sums.zero_()
+
+    def clear_gradients(self) -> None:
+        """Forget what the window has summed so far."""
+        self._optimizer.gradients.zero_()
+
+    def _scalars(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._optimizer.lr, self._optimizer.gradient_norm, self._optimizer.skipped
+
+    def _forward(self, batch: FlatBatch, blocks: Blocks) -> LossSums:
+        taps = record_field(batch.records, self._record, "taps").to(self._config.dtype)
+        context = self._drafter.context_keys(taps, batch.positions)
+        kind = FlexAttention if taps.is_cuda else GroupedAttention
+        attention = kind(blocks, batch.tokens, self._drafter.config.rules)
+        embedded = self._embedding[blocks.input_ids.flatten()]
+        hidden = self._drafter(embedded, blocks.positions.flatten(), context, attention)
+        trained = hidden.view(*blocks.labels.shape, -1)[:, 1:]
+        teacher = None
+        if self._loss.teacher == "last":
+            teacher = record_field(batch.records, self._record, "last")[blocks.teacher_rows[:, 1:]]
+        inputs = LossInputs(labels=blocks.labels[:, 1:], valid=blocks.valid[:, 1:], teacher_hidden=teacher)
+        return chunked_loss(trained, self._head, inputs, self._loss)
+
+
+class CapturedStep:
+    """The same step, replayed from CUDA graphs. Capture every shape before the first step."""
+
+    def __init__(self, eager: EagerStep, record_bytes: int, shapes: set[int], device: torch.device) -> None:
+        """`shapes` are the context lengths T in tokens; the largest is captured first and sizes the pool."""
+        self._eager = eager
+        self._static = torch.zeros(batch_bytes(max(shapes), record_bytes), dtype=torch.uint8, device=device)
+        self._inputs = {tokens: view_batch(self._static, tokens, record_bytes) for tokens in shapes}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        for tokens in sorted(shapes, reverse=True):
+            self._graphs[tokens] = self._capture_micro_step(tokens)
+        self._update_graph = self._capture(eager.update)
+
+    @property
+    def graphs(self) -> int:
+        """Number of captured graphs."""
+        return len(self._graphs) + 1
+
+    def micro_step(self, batch: FlatBatch) -> None:
+        """Copy the batch into the static input, then replay its shape's graph."""
+        self._check(batch)
+        self._inputs[batch.tokens].block.copy_(batch.block)
+        self._graphs[batch.tokens].replay()
+
+    def update(self) -> None:
+        """See Stepper."""
+        self._update_graph.replay()
+
+    def _check(self, batch: FlatBatch) -> None:
+        """The input contract: the shape, dtype and device that a graph was captured for."""
+        inputs = self._inputs.get(batch.tokens)
+        assert inputs is not None, f"a batch of {batch.tokens} tokens, but captured are {sorted(self._inputs)}"
+        found, wanted = batch.block, inputs.block
+        same = (found.shape, found.dtype, found.device) == (wanted.shape, wanted.dtype, wanted.device)
+        assert same, (
+            f"a batch block of {tuple(found.shape)} {found.dtype} on {found.device}, "
+            f"captured for {tuple(wanted.shape)} {wanted.dtype} on {wanted.device}"
+        )
+
+    def _capture_micro_step(self, tokens: int) -> torch.cuda.CUDAGraph:
+        inputs = self._inputs[tokens]
+        inputs.block.zero_()
+        inputs.documents.fill_(-1)
+        return self._capture(lambda: self._eager.micro_step(inputs))
+
+    def _capture(self, work: "Work") -> torch.cuda.CUDAGraph:
+        """Warm up and capture on a side stream, leaving the training state as it was.
+
+        Warm-up batches are empty: their window weighs zero, so an update skips itself on the device and only the
+        counters must be put back.
+        """
+        kept = [(tensor, tensor.clone()) for tensor in self._eager.counters]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARMUP_RUNS):
+                work()
+        self._stream.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        torch.cuda.synchronize()
+        for tensor, value in kept:
+            tensor.copy_(value)
+        self._eager.clear_gradients()
+        return graph
+
+
+class Work(Protocol):
+    """Device work without arguments or result."""
+
+    def __call__(self) -> None:
+        """Launch it."""
+        ...
+
+
+def log_row_names(block_size: int) -> list[str]:
+    """Column names of `EagerStep.log`. Sums are over the window; slot k's are `right_k` and `counted_k`."""
+    slots = range(1, block_size)
+    return [
+        "lr",
+        "grad_norm",
+        "skipped",
+        *_HEAD_SUMS,
+        *(f"right_{k}" for k in slots),
+        *(f"counted_{k}" for k in slots),
+    ]
+
+
+def record_field(records: Tensor, spec: RecordSpec, name: str) -> Tensor:
+    """[T, R] uint8 records as one bfloat16 field, flattened: [T, prod(shape)], a view."""
+    field = spec.field(name)
+    return records.view(torch.bfloat16)[:, field.offset // 2 : (field.offset + field.nbytes) // 2]
