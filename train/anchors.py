@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from draftcache.train.batch import FlatBatch
 
@@ -58,7 +59,8 @@ def draw_anchors(
     )
     flat = torch.arange(tokens - 1, device=mask.device)
     keys = (hash32(seed, batch.epoch, batch.samples[:-1], batch.positions[:-1]) << POSITION_BITS) | flat
-    winners = torch.topk(keys.where(valid, _INVALID_KEY | flat), count, largest=False, sorted=False).values
+    keys = functional.pad(keys.where(valid, _INVALID_KEY), (0, max(0, count - len(keys))), value=_INVALID_KEY)
+    winners = torch.topk(keys, count, largest=False, sorted=False).values
     order = torch.where(winners < _INVALID_KEY, winners & (MAX_CONTEXT_TOKENS - 1), MAX_CONTEXT_TOKENS).sort().values
     return order.clamp_max(tokens - 1), order < MAX_CONTEXT_TOKENS
 

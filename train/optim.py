@@ -68,6 +68,7 @@ class Optimizer:
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
+            capturable=self.gradients.is_cuda,
         )
         self._divisor = torch.ones((), device=device)
         self._found_inf = torch.zeros((), device=device)
