@@ -29,6 +29,7 @@ class _IntList(click.ParamType[tuple[int, ...]]):
 
 
 INTS = _IntList()
+DTYPES = click.Choice(["bfloat16", "float32"])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -48,6 +49,7 @@ def cli() -> None:
 @click.option("--min-supervised", type=int, help="Samples with fewer supervised tokens are dropped.  [default: 2]")
 @click.option("--limit", type=int, help="Read at most so many lines.")
 @click.option("--teacher", type=click.Choice(["last", "none"]), help="What is kept for the loss.  [default: last]")
+@click.option("--dtype", type=DTYPES, help="Of the target's forward; float32 suits most CPUs.  [default: its own]")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")
 @click.option("--overwrite", is_flag=True, help="Replace an existing store.")
 def extract(**flags: Any) -> None:
@@ -137,7 +139,7 @@ def stats(store: Path, samples: int | None, as_json: bool) -> None:
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the target.  [default: its own]")
+@click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
 @click.option("--device", help="Torch device.  [default: cpu]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def evaluate(as_json: bool, **flags: Any) -> None:

@@ -24,7 +24,7 @@ class TargetIdentity:
     name: str
     architecture: str
     model_type: str
-    dtype: str
+    dtype: str  # in which it was run
     hidden_size: int
     vocab_size: int  # rows of the embedding, which may exceed the tokenizer's size
     num_layers: int

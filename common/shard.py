@@ -51,7 +51,7 @@ def shard_index(geometry: ShardGeometry, lengths: Sequence[int]) -> Bytes:
 def write_shard(
     path: Path,
     geometry: ShardGeometry,
-    records: Bytes,  # [n <= rows, stride, R], C-contiguous, page-aligned for O_DIRECT; zero beyond each length
+    records: Bytes,  # [n <= rows, stride, R], C-contiguous, zero beyond each length; page-aligned for O_DIRECT
     lengths: Sequence[int],  # [n] real tokens per row
 ) -> int:
     """Write one shard atomically and durably; returns its size in bytes.
@@ -62,7 +62,7 @@ def write_shard(
     path.parent.mkdir(parents=True, exist_ok=True)
     pages = aligned_bytes(geometry.chunks_per_row * PAGE).reshape(-1, PAGE)
     with atomic_path(path) as partial:
-        fd = _open_direct(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = _open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct=_aligned(records))
         try:
             offset = 0
             for row, length in enumerate(lengths):
@@ -100,7 +100,7 @@ class RowReader:
         Raises DamageError, naming the file and the row's sample, unless every byte read is the byte that was written.
         """
         try:
-            fd = _open_direct(path, os.O_RDONLY)
+            fd = _open(path, os.O_RDONLY, direct=_aligned(out))
         except FileNotFoundError:
             raise _damage(path, samples, "is missing") from None
         try:
@@ -153,14 +153,20 @@ def _checksum_bytes(data: Bytes) -> Bytes:
     return np.array([crc32c(data)], dtype="<u4").view(np.uint8)
 
 
-def _open_direct(path: Path, flags: int) -> int:
-    """Open past the page cache where the file system allows it (tmpfs and some network ones do not)."""
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o644)
+def _aligned(memory: Bytes) -> bool:
+    """Whether O_DIRECT can move whole chunks to or from this memory."""
+    return memory.ctypes.data % PAGE == 0
+
+
+def _open(path: Path, flags: int, *, direct: bool) -> int:
+    """Open past the page cache if `direct`, and if the file system allows it (tmpfs and some network ones do not)."""
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, flags, 0o644)
 
 
 def _transfer(call: Callable[..., int], fd: int, buffers: list[Bytes], offset: int) -> int:

@@ -46,6 +46,11 @@ class BucketSamples:
         """[N] real tokens of each sample."""
         return np.diff(self.offsets)
 
+    def rows(self, rows: range) -> tuple[list[int], list[int]]:
+        """Lengths and sample numbers of consecutive rows."""
+        lengths: list[int] = np.diff(self.offsets[rows.start : rows.stop + 1]).tolist()
+        return lengths, self.samples[rows.start : rows.stop].tolist()
+
     def tokens(self, row: int) -> slice:
         """Where the tokens of one row lie in `input_ids` and `loss_mask`."""
         return slice(int(self.offsets[row]), int(self.offsets[row + 1]))
@@ -126,8 +131,7 @@ class Bucket:
         """Fill `out` ([row_bytes] uint8) with one row's records, every byte checked; returns bytes read."""
         shard = row // self.rows
         rows = self.shard_rows(shard)
-        lengths = self.samples.lengths[rows.start : rows.stop].tolist()
-        numbers = self.samples.samples[rows.start : rows.stop].tolist()
+        lengths, numbers = self.samples.rows(rows)
         return reader.read_row(self.shard_path(shard), self.geometry, lengths, numbers, row - rows.start, out)
 
 

@@ -126,8 +126,8 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_target(folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Target:
-    """Load the frozen target in its own dtype unless another is given.
+def load_target(folder: Path, device: torch.device, dtype: str | None = None) -> Target:
+    """Load the frozen target in its own dtype unless another is named.
 
     Raises TargetError if weights are missing (a head is never left random) or if its structure is not understood.
     """
@@ -135,7 +135,7 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype | None = 
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+            folder, dtype=getattr(torch, dtype) if dtype else "auto", local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise TargetError(
@@ -161,8 +161,8 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype | None = 
     return Target(model=model, decoder=decoder, layers=layers, embedding=embedding.weight, head=head.weight)
 
 
-def identify(folder: Path, tokenizer: Any) -> TargetIdentity:
-    """Who the target in `folder` is, from its configuration, tokenizer and files alone."""
+def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetIdentity:
+    """Who the target in `folder` is, from its configuration, tokenizer and files alone; `dtype` as it is run."""
     config = read_config(folder)
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -170,7 +170,7 @@ def identify(folder: Path, tokenizer: Any) -> TargetIdentity:
         name=folder.resolve().name,
         architecture=(config.architectures or ["unknown"])[0],
         model_type=config.model_type,
-        dtype=str(text.dtype or config.dtype).removeprefix("torch."),
+        dtype=dtype or str(text.dtype or config.dtype or torch.float32).removeprefix("torch."),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         num_layers=text.num_hidden_layers,

@@ -72,6 +72,7 @@ class ExtractConfig:
     limit: int | None = None
     codec: str = "bf16"
     teacher: str = "last"
+    dtype: str | None = None  # of the target's forward; stored states are bfloat16 whatever it is
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
     overwrite: bool = False
 
@@ -102,14 +103,14 @@ def extract(config: ExtractConfig) -> Store:
     layer_ids = default_layer_ids(layers, DEFAULT_TAPS) if config.layer_ids is None else config.layer_ids
     check_layer_ids(layer_ids, layers)
     tokenizer = load_tokenizer(config.target)
-    identity = identify(config.target, tokenizer)
+    identity = identify(config.target, tokenizer, config.dtype)
     samples, report, lines_per_file = _tokenize_all(config, tokenizer, identity)
     buckets = fill_buckets(samples, config.ceilings)
     manifest = _manifest(config, layer_ids, identity, report, lines_per_file, buckets)
     batches = plan_batches(buckets, config.token_budget)
     max_tokens = max(batch.count * row_stride(batch.ceiling) for batch in batches)
     device = torch.device(config.device)
-    target = load_target(config.target, device)
+    target = load_target(config.target, device, identity.dtype)
     with Forward(target, layer_ids, manifest.record, max_tokens, device) as forward:
         work = _Work({bucket.ceiling: bucket for bucket in buckets}, batches, forward, device)
         _prove(work, target, manifest)

@@ -27,6 +27,7 @@ from draftcache.train.anchors import Blocks
 TILE = 128
 """Rows and columns of a flex_attention mask tile. On CUDA, T and Q must be multiples of it and B must divide it."""
 _GROUP_BLOCKS = 16
+_MAX_COMPILATIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +188,13 @@ _compiled: Any = None
 
 
 def _compiled_flex() -> Any:
-    """flex_attention, compiled at its first use; importing this module compiles nothing."""
+    """flex_attention, compiled at its first use; importing this module compiles nothing.
+
+    Every shape and rule is one compilation. Past dynamo's limit it would go on with scores held in full; `fullgraph`
+    makes that an error instead.
+    """
     global _compiled
     if _compiled is None:
-        _compiled = torch.compile(flex_attention, dynamic=False)
+        torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
+        _compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return _compiled

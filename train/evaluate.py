@@ -89,7 +89,7 @@ def evaluate(config: EvaluateConfig) -> list[SetReport]:
     tokenizer = load_tokenizer(config.target)
     _check_target(run.target, identify(config.target, tokenizer))
     prompts = {path: _prompts(path, tokenizer, config.limit) for path in config.data}
-    target = load_target(config.target, device, getattr(torch, config.dtype) if config.dtype else None)
+    target = load_target(config.target, device, config.dtype)
     decoder = _Decoder(target, drafter, config.max_new_tokens)
     try:
         return [_evaluate_set(path.name, held, decoder) for path, held in prompts.items()]
@@ -100,7 +100,7 @@ def evaluate(config: EvaluateConfig) -> list[SetReport]:
 def _check_target(trained: TargetIdentity, given: TargetIdentity) -> None:
     wanted, found = configs.to_dict(trained), configs.to_dict(given)
     for plain in (wanted, found):
-        del plain["name"]  # where the folder lies says nothing
+        del plain["name"], plain["dtype"]  # where the folder lies says nothing, and a drafter serves any precision
     lines = configs.differences(found, wanted)
     if lines:
         raise MismatchError(

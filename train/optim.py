@@ -27,10 +27,12 @@ class OptimConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.clip > 0 and 0 <= self.warmup < 1 and self.weight_decay >= 0):
+        positive = all(0 < value < math.inf for value in (self.lr, self.clip, self.eps))
+        shares = all(0 <= value < 1 for value in (self.beta1, self.beta2, self.warmup))
+        if not (positive and shares and 0 <= self.weight_decay < math.inf):
             raise UsageError(
-                f"lr {self.lr}, clip {self.clip}, warm-up {self.warmup}, weight decay {self.weight_decay}",
-                needed="lr and clip above 0, warm-up within [0, 1), weight decay of at least 0",
+                f"the optimizer settings {self}",
+                needed="finite lr, clip and eps above 0, betas and warm-up within [0, 1), weight decay of at least 0",
                 do="correct the flag",
             )
 

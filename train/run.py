@@ -74,7 +74,8 @@ class _Loop:
         self._names = log_row_names(run.drafter.block_size)
         self._since_fetch: list[int] = []  # real tokens of the steps that the host has not read yet
         self._fetched_at = time.perf_counter()
-        self._skipped = 0.0
+        self._skipped = 0
+        self._skipped_in_a_row = 0
         self._last: dict[str, Any] = {}
 
     def run(self, store: Store, device: torch.device) -> TrainResult:
@@ -125,14 +126,16 @@ class _Loop:
         self._stop_if_stuck(rows)
 
     def _stop_if_stuck(self, rows: list[dict[str, Any]]) -> None:
-        skipped = self._last["skipped"] - self._skipped
-        self._skipped = self._last["skipped"]
-        if skipped >= min(MAX_SKIPPED_IN_A_ROW, len(rows)) and skipped == len(rows):
-            raise TrainingError(
-                f"the last {len(rows)} updates had non-finite gradients or no trained slot and changed nothing",
-                needed="finite gradients",
-                do="lower --lr, and look at the store with `draftcache stats`",
-            )
+        for row in rows:
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if row["skipped"] > self._skipped else 0
+            self._skipped = row["skipped"]
+            if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise TrainingError(
+                    f"the last {MAX_SKIPPED_IN_A_ROW} updates up to step {row['step']} had non-finite gradients or no "
+                    "trained slot and changed nothing",
+                    needed="finite gradients",
+                    do="lower --lr, and look at the store with `draftcache stats`",
+                )
 
     def _save(self, step: int) -> Path:
         return save_checkpoint(self._config.out, step, self._drafter.state_dict(), self._optimizer.state())
