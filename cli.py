@@ -13,6 +13,7 @@ from draftcache.common.errors import DraftcacheError
 from draftcache.common.version import VERSION
 
 USER_ERROR = 2
+DAMAGE = 1
 FOLDER = click.Path(path_type=Path)
 
 
@@ -48,16 +49,25 @@ def cli() -> None:
 @click.option("--max-length", type=int, help="Longer samples are cut on the right.  [default: the largest ceiling]")
 @click.option("--min-supervised", type=int, help="Samples with fewer supervised tokens are dropped.  [default: 2]")
 @click.option("--limit", type=int, help="Read at most so many lines.")
-@click.option("--teacher", type=click.Choice(["last", "none"]), help="What is kept for the loss.  [default: last]")
+@click.option("--codec", type=click.Choice(["bf16", "mxfp8", "mxfp4"]), help="Of the taps.  [default: bf16]")
+@click.option("--teacher", type=click.Choice(["last", "top", "none"]), help="Kept for the loss.  [default: last]")
 @click.option("--dtype", type=DTYPES, help="Of the target's forward; float32 suits most CPUs.  [default: its own]")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")
+@click.option("--resume", is_flag=True, help="Go on with a store: write what is missing or damaged.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing store.")
+@click.option("--dry-run", is_flag=True, help="Only say what it would take; needs no weights.")
+@click.option("--force", is_flag=True, help="Write although the disk looks too small.")
 def extract(**flags: Any) -> None:
     """Run the target once over DATA and write its hidden states into STORE."""
-    from draftcache.extract.run import ExtractConfig
+    from draftcache.extract.plan import ExtractConfig
+    from draftcache.extract.run import dry_run
     from draftcache.extract.run import extract as run
 
-    store = run(ExtractConfig(**_given(flags)))
+    config = ExtractConfig(**_given(flags))
+    if config.dry_run:
+        _show_estimate(*dry_run(config))
+        return
+    store = run(config)
     report = store.manifest.report
     click.echo(f"{store.path}: {report.kept} of {report.read} samples kept, {report.truncated} truncated")
     for reason, count in report.dropped.items():
@@ -78,7 +88,7 @@ def extract(**flags: Any) -> None:
 @click.option("--sliding-window", type=int, help="Window of sliding layers in tokens.  [default: 2048]")
 @click.option("--block-size", type=int, help="Slots of a block, the anchor's included.  [default: 16]")
 @click.option("--mask-token-id", type=int, help="[default: the first embedding row the tokenizer does not use]")
-@click.option("--teacher", type=click.Choice(["tokens", "last"]), help="What the loss compares with.  [default: last]")
+@click.option("--teacher", type=click.Choice(["tokens", "last", "top"]), help="[default: the best the store holds]")
 @click.option("--weighting", type=click.Choice(["decay", "dpace"]), help="Weights of the slots.  [default: decay]")
 @click.option("--gamma", type=float, help="Decay of the slots' weights.  [default: 7 for 16 slots, 4 for 8]")
 @click.option("--batching", type=click.Choice(["bucket", "packed"]), help="How rows form shapes.  [default: bucket]")
@@ -134,6 +144,27 @@ def stats(store: Path, samples: int | None, as_json: bool) -> None:
 
 
 @cli.command()
+@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
+def verify(store: Path) -> None:
+    """Read every byte of STORE and check it. Exits 1 on damage, naming files and samples."""
+    from draftcache.common.errors import DamageError
+    from draftcache.common.verify import verify_store
+
+    try:
+        report = verify_store(store)
+    except DamageError as error:
+        click.echo(f"damaged: {error.found}", err=True)
+        sys.exit(DAMAGE)
+    for stray in report.strays:
+        click.echo(f"not part of the store: {stray}")
+    for damage in report.damage:
+        click.echo(f"damaged: {damage}", err=True)
+    if report.damage:
+        sys.exit(DAMAGE)
+    click.echo(f"{report.shards} shards ({report.bytes_read} bytes) and {report.files} files are as they were written")
+
+
+@cli.command()
 @click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
@@ -179,6 +210,15 @@ def main() -> NoReturn:
         click.echo("draftcache: interrupted", err=True)
         sys.exit(130)
     sys.exit(0)
+
+
+def _show_estimate(figures: Any, free: int) -> None:
+    """What `extract --dry-run` prints."""
+    from draftcache.extract.estimate import BucketEstimate
+
+    _table(BucketEstimate, figures.buckets)
+    click.echo(f"\n{figures.bytes_per_token} bytes per token, {figures.logical_bytes} logical bytes")
+    click.echo(f"{figures.disk_bytes} bytes on disk, {free} bytes free")
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,16 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from draftcache.common import config
-from draftcache.common.errors import MismatchError, StoreError, UsageError
+from draftcache.common.errors import DamageError, MismatchError, StoreError, UsageError
+from draftcache.common.files import write_json
 from draftcache.common.layout import LAYOUT_VERSION
 from draftcache.common.record import RecordSpec, record_spec
 
 MANIFEST_NAME = "manifest.json"
+_CHECKSUM = "checksum"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,15 @@ class BucketSummary:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file of the store that never changes: its path within it, its size and the SHA-256 of its bytes."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything a store says of itself. `final_norm_applied` speaks of the field `last`."""
 
@@ -103,6 +115,7 @@ class Manifest:
     data: tuple[DataFile, ...]
     report: DataReport
     buckets: tuple[BucketSummary, ...]
+    files: tuple[StoredFile, ...] = ()  # metadata, ids and masks, the target's parts
 
     @property
     def record(self) -> RecordSpec:
@@ -112,10 +125,14 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """Fingerprint of everything but the version that wrote it: what a run trained on this store records."""
-        plain = config.to_dict(self)
-        del plain["draftcache_version"]
-        return config.fingerprint(plain)
+        """Fingerprint of what the store was made from: what a run trained on it records."""
+        return config.fingerprint(_made_from(self))
+
+
+def write_manifest(store: Path, manifest: Manifest) -> None:
+    """Write a store's manifest with its own checksum: from here on the folder is a store."""
+    plain = config.to_dict(manifest)
+    write_json(store / MANIFEST_NAME, plain | {_CHECKSUM: config.fingerprint(plain)})
 
 
 def read_manifest(store: Path) -> Manifest:
@@ -136,6 +153,8 @@ def read_manifest(store: Path) -> Manifest:
             needed=f"version {LAYOUT_VERSION}",
             do="use the draftcache version that wrote it, or extract again",
         )
+    if values.pop(_CHECKSUM, None) != config.fingerprint(values):
+        raise DamageError(f"{path} fails its checksum", needed="an undamaged manifest", do="extract again")
     try:
         return config.from_dict(Manifest, values, str(path))
     except UsageError as error:
@@ -143,16 +162,32 @@ def read_manifest(store: Path) -> Manifest:
 
 
 def check_same(found: Manifest, wanted: Manifest, what: str) -> None:
-    """Raise MismatchError naming every difference between two manifests, versions apart."""
-    a, b = config.to_dict(found), config.to_dict(wanted)
-    for plain in (a, b):
-        del plain["draftcache_version"]
-    lines = config.differences(a, b)
+    """Raise MismatchError naming every difference in what two stores were made from."""
+    lines = config.differences(_made_from(found), _made_from(wanted))
     if lines:
         raise MismatchError(
             f"{what} was made from something else: {'; '.join(lines[:6])}",
             needed="the same target, tokenizer, template, data and settings",
             do="use the first run's flags, or another folder",
+        )
+
+
+def _made_from(manifest: Manifest) -> dict[str, Any]:
+    """The manifest without what says nothing about the data: the version, and the target's folder name."""
+    plain = config.to_dict(manifest)
+    for name in ("draftcache_version", "files"):
+        del plain[name]
+    del plain["target"]["name"]
+    return plain
+
+
+def check_file(store: Path, manifest: Manifest, name: str) -> None:
+    """Raise DamageError unless a file that the manifest lists has its size and digest."""
+    (wanted,) = (file for file in manifest.files if file.name == name)
+    path = store / name
+    if not path.is_file() or path.stat().st_size != wanted.size or digest_file(path) != wanted.digest:
+        raise DamageError(
+            f"{path} is not the file that extraction wrote", needed="its bytes unchanged", do="extract again"
         )
 
 

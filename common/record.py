@@ -1,10 +1,14 @@
 """What one token's record holds, field by field.
 
-A record is R bytes: the fields below, one after another, padded with zeros to a multiple of RECORD_ALIGNMENT. The same
-list stands in the store as the attribute `fields` of every `records` array, so a few lines of numpy decode it.
+A record is R bytes: its fields one after another, each from a multiple of FIELD_ALIGNMENT, then zeros up to a multiple
+of RECORD_ALIGNMENT. The same list stands in the store as the attribute `fields` of every `records` array, so that a few
+lines of numpy decode it. With K tapped layers of width H:
 
-    taps   [K, H] bfloat16   outputs of the tapped decoder layers, in the manifest's order
-    last   [H]    bfloat16   the target's last hidden state, after the final norm (teacher "last")
+    taps            codec bf16: bfloat16 [K, H]; mxfp8: uint8 [K, H] (e4m3); mxfp4: uint8 [K, H / 2] (e2m1 pairs)
+    tap_scales      mxfp8 and mxfp4: uint8 [K, H / 32], powers of two
+    last            teacher last: bfloat16 [H], the target's last hidden state after the final norm
+    top_ids         teacher top: int32 [64], the most probable next tokens, best first
+    top_log_probs   teacher top: bfloat16 [64], their log-probabilities under the target
 """
 
 import math
@@ -18,9 +22,16 @@ import numpy.typing as npt
 from draftcache.common.errors import UsageError
 from draftcache.common.layout import RECORD_ALIGNMENT, round_up
 
-CODECS = ("bf16",)
-TEACHERS = ("last", "none")
-_STORED_AS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype("<u2"), "uint8": np.dtype("u1"), "int32": np.dtype("<i4")}
+CODECS = ("bf16", "mxfp8", "mxfp4")
+TEACHERS = ("last", "top", "none")
+TOP_K = 64
+SCALE_GROUP = 32
+FIELD_ALIGNMENT = 16
+_STORED_AS: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype("<u2"),
+    "uint8": np.dtype("u1"),
+    "int32": np.dtype("<i4"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +51,9 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSpec:
-    """The fields of a record and its padded size in bytes."""
+    """The codec and fields of a record, and its padded size in bytes."""
 
+    codec: str
     fields: tuple[Field, ...]
     record_bytes: int
 
@@ -65,15 +77,28 @@ def record_spec(taps: int, hidden: int, codec: str, teacher: str) -> RecordSpec:
             needed=f"a codec of {list(CODECS)} and a teacher of {list(TEACHERS)}",
             do="choose one of each",
         )
-    parts: list[tuple[str, str, tuple[int, ...]]] = [("taps", "bfloat16", (taps, hidden))]
+    if codec != "bf16" and hidden % SCALE_GROUP:
+        raise UsageError(
+            f"codec {codec} with a target of width {hidden}",
+            needed=f"a width that is a multiple of {SCALE_GROUP}",
+            do="use --codec bf16",
+        )
+    parts: list[tuple[str, str, tuple[int, ...]]] = []
+    if codec == "bf16":
+        parts.append(("taps", "bfloat16", (taps, hidden)))
+    else:
+        parts.append(("taps", "uint8", (taps, hidden if codec == "mxfp8" else hidden // 2)))
+        parts.append(("tap_scales", "uint8", (taps, hidden // SCALE_GROUP)))
     if teacher == "last":
         parts.append(("last", "bfloat16", (hidden,)))
+    elif teacher == "top":
+        parts += [("top_ids", "int32", (TOP_K,)), ("top_log_probs", "bfloat16", (TOP_K,))]
     fields: list[Field] = []
-    offset = 0
+    end = 0
     for name, dtype, shape in parts:
-        fields.append(Field(name=name, dtype=dtype, shape=shape, offset=offset))
-        offset += fields[-1].nbytes
-    return RecordSpec(fields=tuple(fields), record_bytes=round_up(offset, RECORD_ALIGNMENT))
+        fields.append(Field(name=name, dtype=dtype, shape=shape, offset=round_up(end, FIELD_ALIGNMENT)))
+        end = fields[-1].offset + fields[-1].nbytes
+    return RecordSpec(codec=codec, fields=tuple(fields), record_bytes=round_up(end, RECORD_ALIGNMENT))
 
 
 def field_view(

@@ -102,7 +102,7 @@ class RowReader:
         try:
             fd = _open(path, os.O_RDONLY, direct=_aligned(out))
         except FileNotFoundError:
-            raise _damage(path, samples, "is missing") from None
+            raise shard_damage(path, samples, "is missing") from None
         try:
             index_bytes = self._check_index(fd, path, geometry, lengths, samples)
             live = geometry.live_chunks(lengths[row])
@@ -113,13 +113,13 @@ class RowReader:
         finally:
             os.close(fd)
         if read != live * geometry.chunk_span:
-            raise _damage(path, [samples[row]], f"ends after {read} bytes of row {row}")
+            raise shard_damage(path, [samples[row]], f"ends after {read} bytes of row {row}")
         for chunk in range(live):
             stored = int(pages[chunk, :CHECKSUM_BYTES].view("<u4")[0])
             if crc32c(_chunk(out, geometry, chunk)) != stored:
-                raise _damage(path, [samples[row]], f"fails the checksum of row {row}, chunk {chunk}")
+                raise shard_damage(path, [samples[row]], f"fails the checksum of row {row}, chunk {chunk}")
         if pages[:, CHECKSUM_BYTES:].any():
-            raise _damage(path, [samples[row]], f"has a gap that is not zero in row {row}")
+            raise shard_damage(path, [samples[row]], f"has a gap that is not zero in row {row}")
         out[live * geometry.chunk_bytes :] = 0
         return read + index_bytes
 
@@ -128,7 +128,7 @@ class RowReader:
     ) -> int:
         expected_size, size = geometry.file_bytes(list(lengths)), os.fstat(fd).st_size
         if size != expected_size:
-            raise _damage(path, samples, f"is {size} bytes long instead of {expected_size}")
+            raise shard_damage(path, samples, f"is {size} bytes long instead of {expected_size}")
         nbytes = round_up(geometry.index_bytes, PAGE)
         pages = self._pages(nbytes // PAGE)
         _transfer(os.preadv, fd, [pages.reshape(-1)], size - nbytes)
@@ -136,7 +136,7 @@ class RowReader:
         if found[: -geometry.index_bytes].any() or not np.array_equal(
             found[-geometry.index_bytes :], shard_index(geometry, lengths)
         ):
-            raise _damage(path, samples, "has a damaged index")
+            raise shard_damage(path, samples, "has a damaged index")
         return nbytes
 
     def _pages(self, count: int) -> Bytes:
@@ -185,6 +185,7 @@ def _transfer(call: Callable[..., int], fd: int, buffers: list[Bytes], offset: i
     return done
 
 
-def _damage(path: Path, samples: Sequence[int], what: str) -> DamageError:
+def shard_damage(path: Path, samples: Sequence[int], what: str) -> DamageError:
+    """The error for a shard, naming its file and samples."""
     shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
     return DamageError(f"{path} {what} (samples {shown})", needed="the bytes that were written", do=_READ_DO)

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
+from draftcache.common.codec import field_tensor, read_taps
 from draftcache.common.layout import CHUNK_TOKENS, round_up
 from draftcache.common.manifest import DataReport
 from draftcache.common.memory import aligned_bytes
-from draftcache.common.record import RecordSpec, field_view, widen_bfloat16
+from draftcache.common.record import RecordSpec
 from draftcache.common.shard import Bytes, RowReader
 from draftcache.common.store import Bucket, Store
 
@@ -113,10 +115,11 @@ class _PlaneSums:
 def _read_planes(bucket: Bucket, spec: RecordSpec, row: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
     """One sample's states as float32, each [tokens, H]."""
     records = read_row_records(bucket, row)
-    taps = widen_bfloat16(field_view(records, spec.field("taps")))
+    tensor = torch.from_numpy(records)
+    taps = read_taps(tensor, spec, torch.float32).unflatten(-1, (spec.field("taps").shape[0], -1)).numpy()
     planes = [taps[:, k] for k in range(taps.shape[1])]
     if spec.has("last"):
-        planes.append(widen_bfloat16(field_view(records, spec.field("last"))))
+        planes.append(field_tensor(tensor, spec.field("last")).float().numpy())
     return planes
 
 

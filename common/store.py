@@ -5,13 +5,14 @@ shard, and only after a shard is safe on disk does the journal learn of it. So w
 journal names is whole.
 """
 
-import json
+import fcntl
 import os
+import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,13 @@ import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
 from draftcache.common.errors import DamageError, StoreError
-from draftcache.common.files import sync_directory
+from draftcache.common.files import PARTIAL_SUFFIX
+from draftcache.common.journal import JournalEntry, read_journal
 from draftcache.common.layout import CHUNK_TOKENS, ShardGeometry, row_stride
-from draftcache.common.manifest import MANIFEST_NAME, BucketSummary, Manifest, read_manifest
+from draftcache.common.manifest import MANIFEST_NAME, BucketSummary, Manifest, StoredFile, digest_file, read_manifest
 from draftcache.common.record import RecordSpec, fields_attribute
 from draftcache.common.shard import Bytes, RowReader, crc32c
 
-JOURNAL = Path("journal") / "rank-0.jsonl"
-TARGET_FOLDER = "target"
 _SMALL_CHUNK_BYTES = 4 << 20
 
 
@@ -58,38 +58,6 @@ class BucketSamples:
     def digest(self) -> int:
         """crc32c over all four arrays."""
         return crc32c(np.array([crc32c(a) for a in (self.samples, self.offsets, self.input_ids, self.loss_mask)]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalEntry:
-    """One committed shard: its bucket's ceiling, its number, its rows, its size, and rows with non-finite states."""
-
-    bucket: int
-    shard: int
-    rows: int
-    size: int
-    void: tuple[int, ...] = ()
-
-
-class Journal:
-    """Appends entries, each flushed to disk before `append` returns. One line of JSON with its own crc32c an entry."""
-
-    def __init__(self, store: Path) -> None:
-        path = store / JOURNAL
-        path.parent.mkdir(exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-        sync_directory(path.parent)
-
-    def append(self, entry: JournalEntry) -> None:
-        """Record one shard that is safe on disk."""
-        self._file.write(_journal_line(entry))
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> "Journal":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
 
 
 class Bucket:
@@ -143,11 +111,6 @@ class Store:
         self.manifest = manifest
         self.buckets = {s.ceiling: Bucket(path, s, manifest.record) for s in manifest.buckets}
 
-    @property
-    def target_folder(self) -> Path:
-        """Embedding, head, config and tokenizer files of the target."""
-        return self.path / TARGET_FOLDER
-
     def committed(self) -> dict[tuple[int, int], JournalEntry]:
         """The shards that exist, by (ceiling, shard)."""
         return {(e.bucket, e.shard): e for e in read_journal(self.path)}
@@ -160,7 +123,7 @@ class Store:
             raise StoreError(
                 f"{self.path} holds {done} of {expected} shards",
                 needed="a finished extraction",
-                do="extract again with --overwrite",
+                do="run `draftcache extract --resume` with the first run's settings",
             )
 
 
@@ -201,55 +164,43 @@ def create_store(path: Path, record: RecordSpec, rows: dict[int, int], buckets: 
         )
 
 
-def read_journal(store: Path) -> Iterator[JournalEntry]:
-    """The shards a store's journal names, in order. A torn last line is the mark of a crash and is left out."""
-    path = store / JOURNAL
-    if not path.exists():
-        return
-    *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        entry = _parse_journal_line(line)
-        if entry is None:
-            raise DamageError(
-                f"{path}: line {number} fails its checksum", needed="an undamaged journal", do="extract again"
-            )
-        yield entry
-
-
 def bucket_path(ceiling: int) -> str:
     """A bucket's group within the store."""
     return f"buckets/{ceiling}"
 
 
 def is_store(path: Path) -> bool:
-    """Whether `path` holds a store, finished or not."""
+    """Whether `path` holds a store, or what a crash left of the making of one."""
     return (path / MANIFEST_NAME).exists() or (path / "zarr.json").exists()
 
 
-def _journal_line(entry: JournalEntry) -> bytes:
-    values = {
-        "bucket": entry.bucket,
-        "shard": entry.shard,
-        "rows": entry.rows,
-        "size": entry.size,
-        "void": list(entry.void),
-    }
-    return json.dumps(values | {"crc32c": _json_checksum(values)}).encode() + b"\n"
+def clear_store(path: Path) -> None:
+    """Remove everything in a store's folder; the folder stays."""
+    for child in path.iterdir():
+        shutil.rmtree(child) if child.is_dir() else child.unlink()
 
 
-def _parse_journal_line(line: bytes) -> JournalEntry | None:
+@contextmanager
+def lock_store(path: Path) -> Iterator[None]:
+    """Hold a store's folder against every other writer; StoreError if one holds it. Makes the folder if need be."""
+    made = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        values = json.loads(line)
-        checksum = values.pop("crc32c")
-        if checksum != _json_checksum(values):
-            return None
-        return JournalEntry(**(values | {"void": tuple(values["void"])}))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StoreError(f"{path} is being written by another run", needed="one writer", do="wait for it") from None
+    finally:
+        os.close(fd)
+        if made and not any(path.iterdir()):
+            path.rmdir()
 
 
-def _json_checksum(values: dict[str, Any]) -> int:
-    return crc32c(np.frombuffer(json.dumps(values, sort_keys=True).encode(), dtype=np.uint8))
+def committed_files(path: Path) -> tuple[StoredFile, ...]:
+    """Every file that the making of a store wrote before the first shard, with size and SHA-256, by name."""
+    files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.endswith(PARTIAL_SUFFIX))
+    return tuple(StoredFile(name=str(p.relative_to(path)), size=p.stat().st_size, digest=digest_file(p)) for p in files)
 
 
 def _write_small(group: zarr.Group, name: str, values: npt.NDArray[Any], chunk_rows: int) -> None:

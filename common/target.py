@@ -21,9 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from draftcache.common.errors import StoreError, TargetError, UsageError, first_line
 from draftcache.common.files import atomic_path
-from draftcache.common.manifest import TargetIdentity
+from draftcache.common.manifest import Manifest, TargetIdentity, check_file
 
-PARTS_NAME = "embedding_and_head.safetensors"
+PARTS_PATH = "target/embedding_and_head.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -87,13 +87,13 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
         )
 
 
-def read_config(folder: Path) -> Any:
-    """The target's transformers configuration; TargetError if the folder has none or lacks weight files."""
+def read_config(folder: Path, *, weights: bool = True) -> Any:
+    """The target's transformers configuration; TargetError if the folder has none or, unless told, lacks weights."""
     if not (folder / "config.json").is_file():
         raise TargetError(
             f"{folder} has no config.json", needed="a Hugging Face model folder", do="check the path of --target"
         )
-    if not weight_files(folder):
+    if weights and not weight_files(folder):
         raise TargetError(
             f"{folder} has no weights",
             needed=f"files of the kinds {', '.join(_WEIGHT_PATTERNS)}",
@@ -163,7 +163,7 @@ def load_target(folder: Path, device: torch.device, dtype: str | None = None) ->
 
 def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetIdentity:
     """Who the target in `folder` is, from its configuration, tokenizer and files alone; `dtype` as it is run."""
-    config = read_config(folder)
+    config = read_config(folder, weights=False)
     text = config.get_text_config()
     heads = text.num_attention_heads
     return TargetIdentity(
@@ -212,22 +212,28 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern))
 
 
-def save_parts(target: Target, source: Path, folder: Path) -> None:
-    """Put embedding, head (unless tied), config and tokenizer files of the target into `folder`."""
+def save_parts(target: Target, source: Path, store: Path) -> None:
+    """Put embedding, head (unless tied), config and tokenizer files of the target into a store."""
+    folder = (store / PARTS_PATH).parent
     folder.mkdir(parents=True, exist_ok=True)
     parts = {"embed_tokens.weight": target.embedding}
     if target.head.data_ptr() != target.embedding.data_ptr():
         parts["lm_head.weight"] = target.head
-    with atomic_path(folder / PARTS_NAME) as partial:
+    with atomic_path(store / PARTS_PATH) as partial:
         save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, partial)
-    for name in ("config.json", *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    for path in copied_files(source):
+        shutil.copyfile(path, folder / path.name)
 
 
-def load_parts(folder: Path, identity: TargetIdentity, device: torch.device) -> TargetParts:
+def copied_files(source: Path) -> list[Path]:
+    """The target's files that a store keeps as they are."""
+    return [source / name for name in ("config.json", *TOKENIZER_FILES) if (source / name).is_file()]
+
+
+def load_parts(store: Path, manifest: Manifest, device: torch.device) -> TargetParts:
     """The embedding and head that extraction put into a store; StoreError if they are not what the manifest says."""
-    path = folder / PARTS_NAME
+    path, identity = store / PARTS_PATH, manifest.target
+    check_file(store, manifest, PARTS_PATH)
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary

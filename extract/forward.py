@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftcache.common.codec import put_tap, put_teacher
 from draftcache.common.layout import row_stride
 from draftcache.common.record import RecordSpec
 from draftcache.common.store import BucketSamples
@@ -39,7 +40,7 @@ class Forward:
         self._record = record
         self._buffer = torch.zeros(max_tokens * record.record_bytes, dtype=torch.uint8, device=device)
         self._device = device
-        self._taps: Tensor | None = None  # [n, C, K, H] bf16, view of the buffer during a forward
+        self._records: Tensor | None = None  # [n, C, R] uint8, view of the buffer during a forward
         self._hooks = tap_layers(target, layer_ids, self._tap)
 
     @torch.no_grad()
@@ -52,11 +53,10 @@ class Forward:
         rows, ceiling = input_ids.shape
         stride, nbytes = row_stride(ceiling), self._record.record_bytes
         records = self._buffer[: rows * stride * nbytes].view(rows, stride, nbytes)
-        self._taps = self._field(records, "taps", ceiling)
+        self._records = records[:, :ceiling]
         last = self._target.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        if self._record.has("last"):
-            self._field(records, "last", ceiling).copy_(last)
-        self._taps = None
+        put_teacher(self._records, self._record, last, self._target.head)
+        self._records = None
         padding = torch.arange(stride, device=self._device) >= lengths[:, None]
         return records.masked_fill_(padding[..., None], 0)
 
@@ -67,16 +67,9 @@ class Forward:
         for hook in self._hooks:
             hook.remove()
 
-    def _field(self, records: Tensor, name: str, ceiling: int) -> Tensor:
-        """One bfloat16 field of a batch as [n, C, *shape]."""
-        field = self._record.field(name)
-        halves = records.view(torch.bfloat16)[:, :ceiling]
-        view: Tensor = halves[..., field.offset // 2 : (field.offset + field.nbytes) // 2].unflatten(-1, field.shape)
-        return view
-
     def _tap(self, position: int, hidden: Tensor) -> None:
-        if self._taps is not None:
-            self._taps[:, :, position].copy_(hidden)
+        if self._records is not None:
+            put_tap(self._records, self._record, position, hidden)
 
 
 def batch_inputs(bucket: BucketSamples, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:

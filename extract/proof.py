@@ -9,13 +9,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from draftcache.common.codec import field_tensor, read_taps
 from draftcache.common.errors import TargetError
 from draftcache.common.record import RecordSpec
 from draftcache.common.target import Target
 
 MIN_ARGMAX_AGREEMENT = 0.999
-MIN_COSINE = 0.99
+MIN_COSINE = {"bf16": 0.99, "mxfp8": 0.98, "mxfp4": 0.9}
 """Between a sample in its padded batch and alone: another shape, so other kernels and other rounding."""
 _MAX_TOKENS = 512
 
@@ -33,41 +35,43 @@ def prove_first_batch(
     row = int(lengths.argmin())
     length = min(int(lengths[row]), _MAX_TOKENS)
     output = target.model(input_ids=input_ids[row : row + 1, :length], output_hidden_states=True, use_cache=False)
-    halves = records[row, :length].view(torch.bfloat16)
-    taps = record.field("taps")
-    stored = halves[:, taps.offset // 2 : (taps.offset + taps.nbytes) // 2].unflatten(-1, taps.shape)
+    stored = records[row, :length]
+    taps = read_taps(stored, record, torch.float32).unflatten(-1, (len(layer_ids), -1))
     final_layer = len(target.layers) - 1
     for position, layer in enumerate(layer_ids):
         if layer == final_layer:  # transformers gives this one after the norm only
             continue
-        _compare(f"the tap of layer {layer}", stored[:, position], output.hidden_states[layer + 1][0])
+        _compare(f"the tap of layer {layer}", taps[:, position], output.hidden_states[layer + 1][0], record.codec)
     if record.has("last"):
-        field = record.field("last")
-        last = halves[:, field.offset // 2 : (field.offset + field.nbytes) // 2]
-        _compare("the last hidden state", last, output.hidden_states[-1][0])
-        agreement = _argmax_agreement(last, target.head, output.logits[0])
-        if agreement < MIN_ARGMAX_AGREEMENT:
-            raise TargetError(
-                f"head(last) has the target's argmax at {agreement:.1%} of {length} positions",
-                needed=f"at least {MIN_ARGMAX_AGREEMENT:.1%}: logits that are head(final norm(state)) and nothing more",
-                do="report the model family; its logits need a step that this version does not know",
-            )
+        last = field_tensor(stored, record.field("last"))
+        _compare("the last hidden state", last, output.hidden_states[-1][0], "bf16")
+        own = functional.linear(last.to(target.head.dtype), target.head).float().argmax(-1)
+    elif record.has("top_ids"):
+        own = field_tensor(stored, record.field("top_ids"))[:, 0].long()
+    else:
+        return
+    agreement = _argmax_agreement(own, output.logits[0])
+    if agreement < MIN_ARGMAX_AGREEMENT:
+        raise TargetError(
+            f"the stored teacher chooses the target's token at {agreement:.1%} of {length} positions",
+            needed=f"at least {MIN_ARGMAX_AGREEMENT:.1%}: logits that are head(final norm(state)) and nothing more",
+            do="report the model family; its logits need a step that this version does not know",
+        )
 
 
-def _compare(what: str, stored: Tensor, wanted: Tensor) -> None:
-    cosine = torch.nn.functional.cosine_similarity(stored.float(), wanted.float(), dim=-1)
-    if not bool((cosine > MIN_COSINE).all()):
+def _compare(what: str, stored: Tensor, wanted: Tensor, codec: str) -> None:
+    cosine = functional.cosine_similarity(stored.float(), wanted.float(), dim=-1)
+    if not bool((cosine > MIN_COSINE[codec]).all()):
         raise TargetError(
             f"{what} differs from transformers' own: cosine down to {float(cosine.min()):.4f}",
-            needed=f"at least {MIN_COSINE} at every token",
+            needed=f"at least {MIN_COSINE[codec]} at every token",
             do="report the model family; its layers are built in a way that this version misreads",
         )
 
 
-def _argmax_agreement(last: Tensor, head: Tensor, logits: Tensor) -> float:
-    """Share of positions at which head(last) and the target's logits choose the same token, exact ties counted."""
-    own = torch.nn.functional.linear(last.to(head.dtype), head).float()
-    chosen = logits.float().gather(-1, own.argmax(-1, keepdim=True)).squeeze(-1)
+def _argmax_agreement(own: Tensor, logits: Tensor) -> float:
+    """Share of positions at which `own` is the token that the target's logits choose, near ties counted."""
+    chosen = logits.float().gather(-1, own[:, None]).squeeze(-1)
     best = logits.float().amax(-1)
     tolerance = best.abs().clamp_min(1.0) * torch.finfo(torch.bfloat16).eps
     return float((chosen >= best - tolerance).float().mean())

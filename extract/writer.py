@@ -13,9 +13,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from draftcache.common.journal import Journal, JournalEntry
 from draftcache.common.memory import aligned_bytes
 from draftcache.common.shard import Bytes, write_shard
-from draftcache.common.store import Bucket, Journal, JournalEntry
+from draftcache.common.store import Bucket
 from draftcache.extract.buckets import Batch
 
 _BUFFERS = 2

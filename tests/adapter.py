@@ -120,7 +120,7 @@ def draft_logits(
 ) -> np.ndarray[Any, Any]:
     """The training forward for one sequence: float32 [anchors, block size, vocabulary]."""
     run, drafter = load_drafter(Path(checkpoint), torch.device("cpu"))
-    parts = load_parts(open_store(Path(store)).target_folder, run.target, torch.device("cpu"))
+    parts = load_parts(Path(store), open_store(Path(store)).manifest, torch.device("cpu"))
     batch = _one_sequence(input_ids, [1] * len(input_ids))
     blocks = _blocks(batch, anchors, run.drafter.block_size, run.drafter.mask_token_id)
     taps = torch.from_numpy(hidden.transpose(1, 0, 2).reshape(len(input_ids), -1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftcache.common.codec import field_tensor
 from draftcache.common.layout import CHUNK_TOKENS, round_up
 from draftcache.common.record import RecordSpec, record_spec
 from draftcache.common.target import TargetParts
@@ -16,7 +17,6 @@ from draftcache.train.attention import Attention
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
 from draftcache.train.drafter import FULL, Drafter, DrafterConfig
 from draftcache.train.order import CONTEXT_MULTIPLE
-from draftcache.train.step import record_field
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
@@ -167,3 +167,8 @@ def _random_records(spec: RecordSpec, length: int, sample: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + sample)
     values = torch.randn(length, spec.record_bytes // 2, generator=generator).to(torch.bfloat16)
     return values.view(torch.uint8)
+
+
+def record_field(records: Tensor, spec: RecordSpec, name: str) -> Tensor:
+    """[T, R] uint8 records as one field, flattened: [T, prod(shape)], a view."""
+    return field_tensor(records, spec.field(name)).flatten(1)

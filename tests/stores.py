@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draftcache.common.data import Line
 from draftcache.common.store import Store
-from draftcache.extract.run import ExtractConfig, extract
+from draftcache.extract.plan import ExtractConfig
+from draftcache.extract.run import extract
 
 HIDDEN = 32
 LAYERS = 8

@@ -93,6 +93,11 @@ def test_a_whole_number_is_a_float_where_one_is_wanted() -> None:
     assert isinstance(found.inner.rate, float)
 
 
+def test_nothing_is_told_from_zero_and_empty() -> None:
+    found = rebuild(maybe=0, limits=[], nested=None)
+    assert (found.maybe, found.limits, found.nested) == (0, (), None)
+
+
 def test_unknown_keys_are_refused() -> None:
     assert "unknown keys ['colour']" in refusal(colour=1)
     assert "file.json: inner has unknown keys ['colour']" in refusal(inner={"name": "a", "colour": 1})

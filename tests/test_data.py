@@ -222,7 +222,7 @@ def test_a_truncated_gzip_is_refused(tmp_path: Path, keep: int) -> None:
     assert str(path) in caught.value.found
 
 
-@pytest.mark.parametrize("at", [20, -6])  # within the packed text, and in its checksum
+@pytest.mark.parametrize("at", [10, 20, -6])  # how the text is packed, the packed text, its checksum
 def test_a_damaged_gzip_is_refused(tmp_path: Path, at: int) -> None:
     whole = bytearray(gzip.compress(f"{GOOD}\n".encode() * 3))
     whole[at] ^= 0xFF

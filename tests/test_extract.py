@@ -30,8 +30,9 @@ from draftcache.common.target import Target, default_layer_ids, load_parts, load
 from draftcache.extract import forward, writer
 from draftcache.extract.buckets import Batch, fill_buckets, plan_batches
 from draftcache.extract.forward import Forward, batch_inputs
+from draftcache.extract.plan import ExtractConfig
 from draftcache.extract.proof import prove_first_batch
-from draftcache.extract.run import ExtractConfig, extract
+from draftcache.extract.run import extract
 from draftcache.extract.template import Tokens
 from draftcache.tests.stores import (
     HIDDEN,
@@ -132,7 +133,7 @@ def test_states_equal_transformers_own_of_the_same_batch_bit_for_bit(store: Stor
 
 
 def test_head_of_last_gives_the_logits_and_their_argmax(store: Store, reference: Any) -> None:
-    parts = load_parts(store.target_folder, store.manifest.target, CPU)
+    parts = load_parts(store.path, store.manifest, CPU)
     for bucket, batch, ids, lengths in batches_of(store):
         with torch.no_grad():
             logits = reference(input_ids=ids, use_cache=False).logits
@@ -341,15 +342,15 @@ def test_a_failed_proof_leaves_no_store(
 def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     store = tiny_store(tmp_path, target=tiny_target(tmp_path / "target", tied=True), count=3)
     assert store.manifest.target.tied_head
-    assert list(load_file(store.target_folder / "embedding_and_head.safetensors")) == ["embed_tokens.weight"]
-    parts = load_parts(store.target_folder, store.manifest.target, CPU)
+    assert list(load_file((store.path / "target") / "embedding_and_head.safetensors")) == ["embed_tokens.weight"]
+    parts = load_parts(store.path, store.manifest, CPU)
     assert torch.equal(parts.head, tiny_model(tied=True).lm_head.weight)
     assert parts.head is parts.embedding
 
 
 def test_an_untied_head_is_stored_beside_the_embedding(store: Store) -> None:
     assert not store.manifest.target.tied_head
-    parts = load_parts(store.target_folder, store.manifest.target, CPU)
+    parts = load_parts(store.path, store.manifest, CPU)
     assert torch.equal(parts.head, tiny_model().lm_head.weight)
     assert torch.equal(parts.embedding, tiny_model().model.embed_tokens.weight)
     assert not torch.equal(parts.head, parts.embedding)
@@ -398,7 +399,7 @@ def test_a_head_of_its_own_is_stored_whatever_the_config_says(tmp_path: Path) ->
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     store = tiny_store(tmp_path, target=target, count=3)
-    parts = load_parts(store.target_folder, store.manifest.target, CPU)
+    parts = load_parts(store.path, store.manifest, CPU)
     assert torch.equal(parts.head, load_target(target, CPU).head)
 
 

@@ -17,6 +17,7 @@ from draftcache.tests.helpers import (
     gpu,
     on_device,
     random_parts,
+    record_field,
     run_drafter,
     supervised,
     taps_of,
@@ -30,7 +31,7 @@ from draftcache.train.batch import FlatBatch
 from draftcache.train.drafter import FULL, SLIDING, Drafter
 from draftcache.train.loss import LossConfig, LossInputs, LossSums, plain_loss
 from draftcache.train.optim import OptimConfig, Optimizer
-from draftcache.train.step import CapturedStep, EagerStep, StepConfig, log_row_names, record_field
+from draftcache.train.step import CapturedStep, EagerStep, StepConfig, log_row_names
 
 TOTAL_STEPS = 40
 TEACHERS = ["tokens", "last"]

@@ -111,6 +111,12 @@ def test_a_template_without_a_newline_behind_the_end_of_turn() -> None:
     )
 
 
+def test_empty_answers_under_a_template_without_any_marks() -> None:
+    tokenizer = byte_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    turns = [{"role": "assistant", "content": text} for text in ("", "", "b", "")]
+    assert spell(tokenizer, line(*messages("a"), *turns, *messages("c", "d"))) == ".b.d"
+
+
 def test_a_template_that_strips_text_is_followed() -> None:
     assert spell(byte_tokenizer(STRIPPED), line(*messages(" hi\n", "\n yo "))) == (
         header("user") + "...." + header("assistant") + "yo)."

@@ -10,6 +10,7 @@ import torch
 from draftcache.common.errors import CheckpointError, DamageError
 from draftcache.common.shard import RowReader
 from draftcache.common.store import Store, open_store
+from draftcache.tests.helpers import record_field
 from draftcache.tests.stores import flip_bit
 from draftcache.train.checkpoint import load_drafter, newest_checkpoint, read_run
 from draftcache.train.loss import LossConfig
@@ -17,7 +18,6 @@ from draftcache.train.order import Batching, context_shapes, epoch_batches
 from draftcache.train.ring import BUFFERS, Ring, fill_batch
 from draftcache.train.run import train
 from draftcache.train.setup import GeometryOptions, TrainConfig, bucket_index
-from draftcache.train.step import record_field
 
 
 def config(store: Store, out: Path, *, batching: str = "bucket", loss: LossConfig | None = None) -> TrainConfig:

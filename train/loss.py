@@ -6,6 +6,8 @@ the weight of the whole accumulation window.
 
     teacher "tokens"   l = -log q(label)                     dl/dz = q - onehot(label)
     teacher "last"     l = sum p log(p / q), p = softmax(head(last))    dl/dz = q - p
+    teacher "top"      S the K stored tokens, p their probabilities, r = 1 - sum_S p, q_R = 1 - sum_S q
+                       l = sum_S p log(p / q) + r log(r / q_R)          dl/dz = q - p in S, q (1 - r / q_R) elsewhere
 
     weighting "decay"  w_k = exp(-(k - 1) / gamma)                       denominator: sum of w
     weighting "dpace"  s_k = (1 - alpha) q(label)_k + alpha, C_k = prod_{i<=k} s_i, w_k = sum_{m>=k} C_m
@@ -16,6 +18,7 @@ Slot 0 is never trained and never reaches the head.
 Legend: A anchors, B block size, H width, V vocabulary, n slots of a chunk.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -26,23 +29,27 @@ from torch.nn import functional
 
 from draftcache.common.errors import UsageError
 
-TEACHERS = ("tokens", "last")
+TEACHERS = ("tokens", "last", "top")
 WEIGHTINGS = ("decay", "dpace")
+MIN_REST = 1e-6
 _PAPER_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """What slots are compared with and how they are weighted. `gamma` None: the paper's value for the block size."""
+    """What slots are compared with and how they are weighted.
 
-    teacher: str = "last"
+    `teacher` None: the best that the store holds. `gamma` None: the paper's value for the block size.
+    """
+
+    teacher: str | None = None
     weighting: str = "decay"
     gamma: float | None = None
     alpha: float = 0.5
     chunk_slots: int = 4096  # rows of logits held at a time
 
     def __post_init__(self) -> None:
-        if self.teacher not in TEACHERS or self.weighting not in WEIGHTINGS:
+        if self.teacher not in (None, *TEACHERS) or self.weighting not in WEIGHTINGS:
             raise UsageError(
                 f"teacher {self.teacher!r}, weighting {self.weighting!r}",
                 needed=f"a teacher of {list(TEACHERS)} and a weighting of {list(WEIGHTINGS)}",
@@ -60,7 +67,14 @@ class LossInputs:
 
     labels: Tensor  # [A, B - 1] int64
     valid: Tensor  # [A, B - 1] bool
-    teacher_hidden: Tensor | None  # [A, B - 1, H], needed by teacher "last"
+    teacher_hidden: Tensor | None = None  # [A, B - 1, H], needed by teacher "last"
+    teacher_ids: Tensor | None = None  # [A, B - 1, K] int32, needed by teacher "top"
+    teacher_log_probs: Tensor | None = None  # [A, B - 1, K], needed by teacher "top"
+
+    def blocks(self, cut: slice) -> "LossInputs":
+        """Some of the blocks."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: part[cut] for name, part in parts.items() if part is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +143,8 @@ def plain_loss(hidden: Tensor, head: Tensor, inputs: LossInputs, config: LossCon
     weights = _weights(label_log_q.detach(), inputs.valid, config)
     if config.teacher == "tokens":
         losses = -label_log_q
+    elif config.teacher == "top":
+        losses = _top_losses(_top_teacher(inputs), log_q)
     else:
         log_p = _teacher_logits(inputs, head, hidden.dtype).log_softmax(-1)
         losses = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -150,12 +166,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, anchors, blocks):
             cut = slice(begin, begin + blocks)
-            part = LossInputs(
-                labels=inputs.labels[cut],
-                valid=inputs.valid[cut],
-                teacher_hidden=None if inputs.teacher_hidden is None else inputs.teacher_hidden[cut],
-            )
-            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, part, config, gradient[cut])
+            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, inputs.blocks(cut), config, gradient[cut])
             loss += chunk_loss
             weight += chunk_weight
         ctx.save_for_backward(gradient)
@@ -185,6 +196,13 @@ def _chunk(
         losses = -label_log_q
         difference = (logits - log_normaliser).exp_()
         difference.scatter_add_(-1, labels, torch.full_like(labels, -1, dtype=difference.dtype))
+    elif config.teacher == "top":
+        top = _top_teacher(inputs)
+        log_q = logits - log_normaliser
+        losses = _top_losses(top, log_q)
+        q = log_q.exp_()
+        q_top = q.gather(-1, top.ids)
+        difference = q.mul_(1 - top.rest / _rest(q_top)).scatter_(-1, top.ids, q_top - top.probs)
     else:
         log_p = _teacher_logits(inputs, head, hidden.dtype).log_softmax(-1)
         log_q = logits - log_normaliser
@@ -200,6 +218,37 @@ def _weights(label_log_q: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
     if config.weighting == "decay":
         return decay_weights(valid.shape[-1] + 1, config.gamma, valid.device) * valid
     return dpace_weights(label_log_q.exp(), valid, config.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class _TopTeacher:
+    """The stored tokens [n, B - 1, K] int64, their probabilities, and the rest's [n, B - 1, 1], in float32."""
+
+    ids: Tensor
+    probs: Tensor
+    rest: Tensor
+
+
+def _top_teacher(inputs: LossInputs) -> _TopTeacher:
+    ids, log_probs = inputs.teacher_ids, inputs.teacher_log_probs
+    assert ids is not None, "teacher 'top' needs the target's most probable tokens"
+    assert log_probs is not None, "teacher 'top' needs their log-probabilities"
+    probs = log_probs.float().exp()
+    return _TopTeacher(ids.long(), probs, _rest(probs))
+
+
+def _rest(probs: Tensor) -> Tensor:
+    """1 - sum over the last axis, kept as an axis of one, at least MIN_REST."""
+    return (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_REST)
+
+
+def _top_losses(top: _TopTeacher, log_q: Tensor) -> Tensor:
+    """sum_S p log(p / q) + r log(r / q_R), one number a slot. Zero probabilities count nothing."""
+    log_q_top = log_q.gather(-1, top.ids)
+    inside = torch.special.xlogy(top.probs, top.probs) - top.probs * log_q_top
+    outside = top.rest * (top.rest / _rest(log_q_top.exp())).log()
+    losses: Tensor = inside.sum(-1) + outside.squeeze(-1)
+    return losses
 
 
 def _teacher_logits(inputs: LossInputs, head: Tensor, dtype: torch.dtype) -> Tensor:

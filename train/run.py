@@ -40,7 +40,7 @@ def train(config: TrainConfig) -> TrainResult:
     store = open_store(config.store)
     run = resolve(config, store)
     device = torch.device(config.device)
-    parts = load_parts(store.target_folder, run.target, device)
+    parts = load_parts(store.path, store.manifest, device)
     drafter = Drafter(run.drafter)
     drafter.initialise(run.seed)
     drafter.to(device)

@@ -3,6 +3,7 @@
 Nothing here touches a device. Everything a user can get wrong is found here, before anything is loaded or built.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -77,12 +78,7 @@ class TrainConfig:
 def resolve(config: TrainConfig, store: Store) -> Run:
     """The run that `config` describes on this store. Raises UsageError for what cannot work."""
     manifest = store.manifest
-    if config.loss.teacher == "last" and not manifest.record.has("last"):
-        raise UsageError(
-            f"teacher 'last' on a store extracted with teacher {manifest.settings.teacher!r}",
-            needed="the target's last hidden state in the store",
-            do="use --teacher tokens, or extract with --teacher last",
-        )
+    loss = dataclasses.replace(config.loss, teacher=_teacher(config.loss.teacher, manifest.settings.teacher))
     drafter = _drafter_config(config.geometry, manifest.target, manifest.settings.layer_ids)
     _check_mask_token(drafter.mask_token_id, manifest.target, store)
     on_cuda = config.device.startswith("cuda")
@@ -104,7 +100,7 @@ def resolve(config: TrainConfig, store: Store) -> Run:
         drafter=drafter,
         target=manifest.target,
         store_identity=manifest.identity,
-        loss=config.loss,
+        loss=loss,
         optim=config.optim,
         batching=batching,
         anchors=anchors,
@@ -119,6 +115,17 @@ def resolve(config: TrainConfig, store: Store) -> Run:
 def bucket_index(store: Store) -> dict[int, BucketIndex]:
     """What ordering needs to know of a store."""
     return {c: BucketIndex(b.samples.samples, b.samples.lengths) for c, b in store.buckets.items()}
+
+
+def _teacher(asked: str | None, stored: str) -> str:
+    """What the loss compares with: as asked, or the best that the store holds."""
+    if asked not in (None, "tokens", stored):
+        raise UsageError(
+            f"teacher {asked!r} on a store extracted with teacher {stored!r}",
+            needed=f"a store that holds it; this one allows {sorted({'tokens', stored} - {'none'})}",
+            do=f"extract with --teacher {asked}",
+        )
+    return asked or ("tokens" if stored == "none" else stored)
 
 
 def _drafter_config(options: GeometryOptions, target: TargetIdentity, layer_ids: tuple[int, ...]) -> DrafterConfig:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftcache.common.codec import field_tensor, read_taps
 from draftcache.common.record import RecordSpec
 from draftcache.common.target import TargetParts
 from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
@@ -110,18 +111,26 @@ class EagerStep:
         return self._optimizer.lr, self._optimizer.gradient_norm, self._optimizer.skipped
 
     def _forward(self, batch: FlatBatch, blocks: Blocks) -> LossSums:
-        taps = record_field(batch.records, self._record, "taps").to(self._config.dtype)
+        taps = read_taps(batch.records, self._record, self._config.dtype)
         context = self._drafter.context_keys(taps, batch.positions)
         kind = FlexAttention if taps.is_cuda else GroupedAttention
         attention = kind(blocks, batch.tokens, self._drafter.config.rules)
         embedded = self._embedding[blocks.input_ids.flatten()]
         hidden = self._drafter(embedded, blocks.positions.flatten(), context, attention)
         trained = hidden.view(*blocks.labels.shape, -1)[:, 1:]
-        teacher = None
-        if self._loss.teacher == "last":
-            teacher = record_field(batch.records, self._record, "last")[blocks.teacher_rows[:, 1:]]
-        inputs = LossInputs(labels=blocks.labels[:, 1:], valid=blocks.valid[:, 1:], teacher_hidden=teacher)
+        rows = blocks.teacher_rows[:, 1:]
+        inputs = LossInputs(
+            labels=blocks.labels[:, 1:],
+            valid=blocks.valid[:, 1:],
+            teacher_hidden=self._teacher_field(batch, rows, "last", self._loss.teacher == "last"),
+            teacher_ids=self._teacher_field(batch, rows, "top_ids", self._loss.teacher == "top"),
+            teacher_log_probs=self._teacher_field(batch, rows, "top_log_probs", self._loss.teacher == "top"),
+        )
         return chunked_loss(trained, self._head, inputs, self._loss)
+
+    def _teacher_field(self, batch: FlatBatch, rows: Tensor, name: str, wanted: bool) -> Tensor | None:
+        """[A, B - 1, ...]: a field of the tokens whose states predict the labels."""
+        return field_tensor(batch.records, self._record.field(name))[rows] if wanted else None
 
 
 class CapturedStep:
@@ -213,9 +222,3 @@ def log_row_names(block_size: int) -> list[str]:
         *(f"right_{k}" for k in slots),
         *(f"counted_{k}" for k in slots),
     ]
-
-
-def record_field(records: Tensor, spec: RecordSpec, name: str) -> Tensor:
-    """[T, R] uint8 records as one bfloat16 field, flattened: [T, prod(shape)], a view."""
-    field = spec.field(name)
-    return records.view(torch.bfloat16)[:, field.offset // 2 : (field.offset + field.nbytes) // 2]

@@ -1,0 +1,102 @@
+"""The journal: the only word on which shards exist.
+
+One file per writing process, one line of JSON with its own crc32c per shard, appended and flushed after the shard
+itself is safe on disk. A shard written again has a second line, which counts. A torn last line is the mark of a crash:
+readers leave it out, and the next writer cuts it off.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from draftcache.common.errors import DamageError
+from draftcache.common.files import sync_directory
+from draftcache.common.shard import crc32c
+
+FOLDER = "journal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """One committed shard: its bucket's ceiling, its number, its rows, its size, and rows with non-finite states."""
+
+    bucket: int
+    shard: int
+    rows: int
+    size: int
+    void: tuple[int, ...] = ()
+
+
+class Journal:
+    """Appends entries, each flushed to disk before `append` returns."""
+
+    def __init__(self, store: Path, rank: int = 0) -> None:
+        path = store / FOLDER / f"rank-{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        whole = self._file.read().rfind(b"\n") + 1
+        self._file.truncate(whole)
+        sync_directory(path.parent)
+
+    def append(self, entry: JournalEntry) -> None:
+        """Record one shard that is safe on disk."""
+        self._file.write(journal_line(entry))
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
+
+
+def read_journal(store: Path) -> Iterator[JournalEntry]:
+    """The shards that a store's journals name; of two entries for one shard the later counts.
+
+    Raises DamageError for a complete line that fails its checksum.
+    """
+    for path in sorted((store / FOLDER).glob("rank-*.jsonl")):
+        *lines, _torn = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            entry = _parse(line)
+            if entry is None:
+                raise DamageError(
+                    f"{path}: line {number} fails its checksum",
+                    needed="an undamaged journal",
+                    do="delete the file and run `draftcache extract --resume`, which then checks every shard",
+                )
+            yield entry
+
+
+def journal_line(entry: JournalEntry) -> bytes:
+    """One entry as it is written."""
+    values = {
+        "bucket": entry.bucket,
+        "shard": entry.shard,
+        "rows": entry.rows,
+        "size": entry.size,
+        "void": list(entry.void),
+    }
+    return json.dumps(values | {"crc32c": _checksum(values)}).encode() + b"\n"
+
+
+def _parse(line: bytes) -> JournalEntry | None:
+    try:
+        values = json.loads(line)
+        checksum = values.pop("crc32c")
+        if checksum != _checksum(values):
+            return None
+        return JournalEntry(**(values | {"void": tuple(values["void"])}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _checksum(values: dict[str, Any]) -> int:
+    return crc32c(np.frombuffer(json.dumps(values, sort_keys=True).encode(), dtype=np.uint8))

@@ -1,0 +1,135 @@
+"""Reads a whole store back and says what is not as it was written: every file, checksum, gap and journal line."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tqdm import tqdm
+
+from draftcache.common.errors import DamageError
+from draftcache.common.files import PARTIAL_SUFFIX
+from draftcache.common.journal import FOLDER as JOURNAL_FOLDER
+from draftcache.common.journal import JournalEntry
+from draftcache.common.manifest import MANIFEST_NAME, check_file, read_manifest
+from draftcache.common.memory import aligned_bytes
+from draftcache.common.shard import Bytes, RowReader, shard_damage
+from draftcache.common.store import Bucket, Store
+
+THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked, what is damaged (one line each), and files that nobody reads."""
+
+    files: int
+    shards: int
+    bytes_read: int
+    damage: tuple[str, ...]
+    strays: tuple[str, ...]
+
+
+def verify_store(path: Path) -> VerifyReport:
+    """Check every byte of a store. Raises StoreError if there is none, and DamageError if its manifest is damaged."""
+    store = Store(path, read_manifest(path))
+    damage = [error.found for file in store.manifest.files if (error := _file_damage(store, file.name))]
+    shards = bytes_read = 0
+    try:
+        for result in check_shards(store, "verify"):
+            shards += 1
+            if result.damage is not None:
+                damage.append(result.damage.found)
+            bytes_read += result.bytes_read
+    except DamageError as error:  # of the journal, or of the ids that say what a shard must hold
+        damage.append(error.found)
+    return VerifyReport(
+        files=len(store.manifest.files),
+        shards=shards,
+        bytes_read=bytes_read,
+        damage=tuple(dict.fromkeys(damage)),
+        strays=tuple(_strays(store)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedShard:
+    """One shard read whole: the error that says what is wrong with it, or None."""
+
+    bucket: int
+    shard: int
+    bytes_read: int
+    damage: DamageError | None
+
+
+def check_shards(store: Store, title: str) -> Iterator[CheckedShard]:
+    """Read every shard that the store must have, several at a time; `title` names the progress bar.
+
+    Raises DamageError if the journal, or the ids that say what a shard must hold, are damaged themselves.
+    """
+    committed = store.committed()
+    work = [(bucket, shard) for bucket in store.buckets.values() for shard in range(bucket.shard_count)]
+    longest = max(bucket.geometry.row_bytes for bucket in store.buckets.values())
+    scratch: SimpleQueue[tuple[RowReader, Bytes]] = SimpleQueue()
+    for _ in range(THREADS):
+        scratch.put((RowReader(), aligned_bytes(longest)))
+
+    def check(item: tuple[Bucket, int]) -> CheckedShard:
+        bucket, shard = item
+        reader, out = scratch.get()
+        try:
+            return _check_shard(bucket, shard, committed.get((bucket.ceiling, shard)), reader, out)
+        finally:
+            scratch.put((reader, out))
+
+    with ThreadPoolExecutor(THREADS) as pool, tqdm(total=len(work), desc=title, unit=" shards", disable=None) as bar:
+        for result in pool.map(check, work):
+            bar.update()
+            yield result
+
+
+def _check_shard(bucket: Bucket, shard: int, entry: JournalEntry | None, reader: RowReader, out: Bytes) -> CheckedShard:
+    rows = bucket.shard_rows(shard)
+    lengths, samples = bucket.samples.rows(rows)
+    size = bucket.geometry.file_bytes(lengths)
+    read, damage = 0, None
+    if entry is None:
+        damage = shard_damage(bucket.shard_path(shard), samples, "is not in the journal")
+    elif (entry.rows, entry.size) != (len(rows), size):
+        found = f"has {entry.rows} rows in {entry.size} bytes by the journal, {len(rows)} in {size} by the plan"
+        damage = shard_damage(bucket.shard_path(shard), samples, found)
+    else:
+        try:
+            for row in rows:
+                live = bucket.geometry.live_chunks(lengths[row - rows.start])
+                read += bucket.read_row(reader, row, out[: live * bucket.geometry.chunk_bytes])
+        except DamageError as error:
+            damage = error
+    return CheckedShard(bucket=bucket.ceiling, shard=shard, bytes_read=read, damage=damage)
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Files that a killed run left unfinished."""
+    return sorted(path.rglob(f"*{PARTIAL_SUFFIX}"))
+
+
+def _file_damage(store: Store, name: str) -> DamageError | None:
+    try:
+        check_file(store.path, store.manifest, name)
+    except DamageError as error:
+        return error
+    return None
+
+
+def _strays(store: Store) -> Iterator[str]:
+    known = {MANIFEST_NAME} | {file.name for file in store.manifest.files}
+    known |= {
+        str(bucket.shard_path(shard).relative_to(store.path))
+        for bucket in store.buckets.values()
+        for shard in range(bucket.shard_count)
+    }
+    for path in sorted(p for p in store.path.rglob("*") if p.is_file()):
+        name = str(path.relative_to(store.path))
+        if name not in known and path.parent.name != JOURNAL_FOLDER:
+            yield name

@@ -1,0 +1,219 @@
+"""What an extraction will do, from flags, data, tokenizer and configuration alone: no weights, no device.
+
+The plan is deterministic, so a resumed run plans exactly the same batches; its manifest says everything that decides
+them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draftcache.common.data import Line, read_lines
+from draftcache.common.errors import DataError, UsageError
+from draftcache.common.layout import (
+    DEFAULT_CEILINGS,
+    DEFAULT_TOKEN_BUDGET,
+    LAYOUT_VERSION,
+    check_ceilings,
+    row_stride,
+    rows_per_batch,
+)
+from draftcache.common.manifest import (
+    BucketSummary,
+    DataFile,
+    DataReport,
+    ExtractSettings,
+    Manifest,
+    TargetIdentity,
+    digest_file,
+)
+from draftcache.common.store import BucketSamples
+from draftcache.common.target import check_layer_ids, default_layer_ids, identify, load_tokenizer, read_config
+from draftcache.common.version import VERSION
+from draftcache.extract.buckets import Batch, fill_buckets, plan_batches
+from draftcache.extract.template import Tokens, tokenize
+
+DEFAULT_TAPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractConfig:
+    """What `draftcache extract` was asked to do. None means: derive it from the target or the ceilings."""
+
+    target: Path
+    data: tuple[Path, ...]
+    store: Path
+    layer_ids: tuple[int, ...] | None = None
+    ceilings: tuple[int, ...] = DEFAULT_CEILINGS
+    token_budget: int = DEFAULT_TOKEN_BUDGET
+    max_length: int | None = None
+    min_supervised: int = 2
+    limit: int | None = None
+    codec: str = "bf16"
+    teacher: str = "last"
+    dtype: str | None = None  # of the target's forward; stored states are bfloat16 whatever it is
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    resume: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+    force: bool = False  # go on although space looks short
+
+    def __post_init__(self) -> None:
+        check_ceilings(self.ceilings)
+        if self.max_length is not None and not 2 <= self.max_length <= self.ceilings[-1]:
+            raise UsageError(
+                f"--max-length {self.max_length}",
+                needed=f"2 to the largest ceiling, {self.ceilings[-1]}",
+                do="lower it, or add a larger ceiling to --buckets",
+            )
+        for name, value in (("--token-budget", self.token_budget), ("--limit", self.limit)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} {value}", needed="at least 1", do=f"correct {name}")
+        if self.resume and self.overwrite:
+            raise UsageError("--resume with --overwrite", needed="one of them", do="leave one out")
+        if self.min_supervised < 2:
+            raise UsageError(
+                f"--min-supervised {self.min_supervised}",
+                needed="at least 2: an anchor and a token after it",
+                do="raise it",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The samples by bucket, the batches in order, and the manifest that the store will have but for its files."""
+
+    manifest: Manifest
+    buckets: tuple[BucketSamples, ...]
+    batches: tuple[Batch, ...]
+
+    @property
+    def max_tokens(self) -> int:
+        """Padded tokens of the largest batch."""
+        return max(batch.count * row_stride(batch.ceiling) for batch in self.batches)
+
+    def bucket(self, batch: Batch) -> BucketSamples:
+        """The samples of a batch's bucket."""
+        return next(bucket for bucket in self.buckets if bucket.ceiling == batch.ceiling)
+
+
+def make_plan(config: ExtractConfig) -> Plan:
+    """Read and tokenize the data and plan its batches. Raises DraftcacheError for anything wrong in flags or data."""
+    layers = read_config(config.target, weights=not config.dry_run).get_text_config().num_hidden_layers
+    layer_ids = default_layer_ids(layers, DEFAULT_TAPS) if config.layer_ids is None else config.layer_ids
+    check_layer_ids(layer_ids, layers)
+    tokenizer = load_tokenizer(config.target)
+    identity = identify(config.target, tokenizer, config.dtype)
+    samples, report, lines_per_file = _tokenize_all(config, tokenizer, identity)
+    buckets = fill_buckets(samples, config.ceilings)
+    return Plan(
+        manifest=_manifest(config, layer_ids, identity, report, lines_per_file, buckets),
+        buckets=tuple(buckets),
+        batches=tuple(plan_batches(buckets, config.token_budget)),
+    )
+
+
+def _tokenize_all(
+    config: ExtractConfig, tokenizer: Any, identity: TargetIdentity
+) -> tuple[list[tuple[int, Tokens]], DataReport, dict[Path, int]]:
+    """Tokens of every kept line by sample number, what became of all lines, and lines read per file."""
+    max_length = config.max_length or config.ceilings[-1]
+    kept: list[tuple[int, Tokens]] = []
+    dropped, notes = Counter[str](), Counter[str]()
+    lines_per_file: Counter[Path] = Counter()
+    read = truncated = supervised_cut = 0
+    for line in tqdm(read_lines(config.data, config.limit), desc="tokenize", unit=" lines", disable=None):
+        read += 1
+        lines_per_file[Path(line.where.rpartition(":")[0])] += 1
+        tokens = tokenize(line, tokenizer, identity.vocab_size)
+        cut = _truncate(tokens, max_length)
+        truncated += len(cut.input_ids) < len(tokens.input_ids)
+        supervised_cut += sum(tokens.loss_mask) - sum(cut.loss_mask)
+        notes.update(_notes(line, tokens, identity))
+        reason = _drop_reason(cut, config.min_supervised)
+        if reason:
+            dropped[reason] += 1
+        else:
+            kept.append((line.number, cut))
+    if not kept:
+        raise DataError(
+            f"{', '.join(map(str, config.data))}: no sample is left of {read} lines read ({dict(dropped)})",
+            needed="at least one line with supervised tokens",
+            do="check the data, --max-length and --min-supervised",
+        )
+    report = DataReport(
+        read=read,
+        kept=len(kept),
+        dropped=dict(sorted(dropped.items())),
+        truncated=truncated,
+        supervised_tokens=sum(sum(tokens.loss_mask) for _, tokens in kept),
+        supervised_tokens_cut=supervised_cut,
+        notes=dict(sorted(notes.items())),
+    )
+    return kept, report, dict(lines_per_file)
+
+
+def _truncate(tokens: Tokens, max_length: int) -> Tokens:
+    return Tokens(input_ids=tokens.input_ids[:max_length], loss_mask=tokens.loss_mask[:max_length])
+
+
+def _notes(line: Line, tokens: Tokens, identity: TargetIdentity) -> list[str]:
+    unknown = line.input_ids is not None and max(tokens.input_ids) >= identity.tokenizer_size
+    return ["ids_unknown_to_the_tokenizer"] if unknown else []
+
+
+def _drop_reason(tokens: Tokens, min_supervised: int) -> str | None:
+    """Why a sample cannot be trained on, or None. An anchor needs context before it and a supervised token after it."""
+    supervised = sum(tokens.loss_mask)
+    if supervised == 0:
+        return "no_supervised_tokens"
+    mask = tokens.loss_mask
+    if supervised < min_supervised or not any(a and b for a, b in pairwise(mask[1:])):
+        return "too_few_supervised_tokens"
+    return None
+
+
+def _manifest(
+    config: ExtractConfig,
+    layer_ids: tuple[int, ...],
+    identity: TargetIdentity,
+    report: DataReport,
+    lines_per_file: dict[Path, int],
+    buckets: Sequence[BucketSamples],
+) -> Manifest:
+    return Manifest(
+        layout_version=LAYOUT_VERSION,
+        draftcache_version=VERSION,
+        target=identity,
+        settings=ExtractSettings(
+            layer_ids=layer_ids,
+            ceilings=config.ceilings,
+            token_budget=config.token_budget,
+            max_length=config.max_length or config.ceilings[-1],
+            min_supervised=config.min_supervised,
+            limit=config.limit,
+            codec=config.codec,
+            teacher=config.teacher,
+        ),
+        final_norm_applied=True,
+        data=tuple(
+            DataFile(name=path.name, lines=lines_per_file.get(path, 0), digest=digest_file(path))
+            for path in config.data
+        ),
+        report=report,
+        buckets=tuple(
+            BucketSummary(
+                ceiling=bucket.ceiling,
+                samples=len(bucket.samples),
+                rows=rows_per_batch(config.token_budget, bucket.ceiling),
+                digest=bucket.digest(),
+            )
+            for bucket in buckets
+        ),
+    )
