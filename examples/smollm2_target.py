@@ -71,7 +71,7 @@ def restore_digit_split(gguf: Path, tokenizer: Any) -> None:
 
     GGUF only names the pre-tokenizer ("smollm": digits first, then GPT-2's pattern); the conversion ignores the name
     and keeps GPT-2's pattern alone. Then "\\n\\n1" becomes three tokens, where the target itself writes two, and a
-    drafter would learn from token sequences that its target never produces.
+    drafter would be trained on tokens that its target did not write.
     """
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers

@@ -17,6 +17,7 @@ CHECKED = (
     "04-accept-length-metric",
     "05-tied-single-file-target",
     "06-padded-vocab-no-mask-no-pad-token",
+    "07-damaged-store",
 )
 
 

@@ -15,23 +15,14 @@ import zarr
 
 from draftcache.common.config import to_dict
 from draftcache.common.errors import DamageError, MismatchError, StoreError
+from draftcache.common.journal import Journal, JournalEntry, read_journal
 from draftcache.common.layout import LAYOUT_VERSION
 from draftcache.common.manifest import BucketSummary, check_same, read_manifest
 from draftcache.common.record import record_spec
-from draftcache.common.store import (
-    JOURNAL,
-    Bucket,
-    BucketSamples,
-    Journal,
-    JournalEntry,
-    Store,
-    create_store,
-    is_store,
-    open_store,
-    read_journal,
-)
+from draftcache.common.store import Bucket, BucketSamples, Store, create_store, is_store, open_store
 from draftcache.tests.stores import flip_bit
 
+JOURNAL = Path("journal") / "rank-0.jsonl"
 RECORD = record_spec(2, 32, "bf16", "last")
 ARRAYS = ("sample", "length", "input_ids", "loss_mask")
 ENTRIES = [
