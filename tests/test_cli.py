@@ -114,7 +114,7 @@ def test_training_on_no_store_is_refused(capsys: Capture, tmp_path: Path) -> Non
 def test_teacher_that_the_store_does_not_hold_is_refused(capsys: Capture, tmp_path: Path, target_folder: Path) -> None:
     data = tiny_data(tmp_path / "data.jsonl", count=2)
     assert extract(capsys, target_folder, data, tmp_path / "store", "--teacher", "none", "--buckets", 192).code == 0
-    refused(train(capsys, tmp_path / "store", tmp_path / "run"), "'last'", "'none'")
+    refused(train(capsys, tmp_path / "store", tmp_path / "run", "--teacher", "last"), "'last'", "'none'")
     assert not (tmp_path / "run").exists()
 
 

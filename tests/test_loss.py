@@ -26,7 +26,7 @@ from draftcache.train.loss import (
 )
 
 CPU = torch.device("cpu")
-BLOCKS, SLOTS, WIDTH, VOCABULARY = 12, 3, 16, 29
+BLOCKS, SLOTS, WIDTH, VOCABULARY, TOP = 12, 3, 16, 29, 6
 CONFIGS = [
     LossConfig(teacher=t, weighting=w, gamma=2.5, alpha=0.3, chunk_slots=1000) for t, w in product(TEACHERS, WEIGHTINGS)
 ]
@@ -100,13 +100,13 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> "Case":
         """The same in another dtype."""
-        teacher = self.inputs.teacher_hidden
+        teacher, log_probs = self.inputs.teacher_hidden, self.inputs.teacher_log_probs
         assert teacher is not None
-        return Case(
-            hidden=self.hidden.to(dtype),
-            head=self.head.to(dtype),
-            inputs=dataclasses.replace(self.inputs, teacher_hidden=teacher.to(dtype)),
+        assert log_probs is not None
+        inputs = dataclasses.replace(
+            self.inputs, teacher_hidden=teacher.to(dtype), teacher_log_probs=log_probs.to(dtype)
         )
+        return Case(hidden=self.hidden.to(dtype), head=self.head.to(dtype), inputs=inputs)
 
 
 def random_case(seed: int = 0) -> Case:
@@ -119,7 +119,26 @@ def random_case(seed: int = 0) -> Case:
     valid = torch.rand(BLOCKS, SLOTS, generator=generator) < 0.8
     valid[5] = False
     teacher = torch.randn(BLOCKS, SLOTS, WIDTH, generator=generator)
-    return Case(hidden=hidden, head=head, inputs=LossInputs(labels=labels, valid=valid, teacher_hidden=teacher))
+    top = (0.3 * teacher @ head.T).log_softmax(-1).topk(TOP)  # flat enough to leave a rest that counts
+    inputs = LossInputs(
+        labels=labels,
+        valid=valid,
+        teacher_hidden=teacher,
+        teacher_ids=top.indices.int(),
+        teacher_log_probs=top.values.bfloat16(),
+    )
+    return Case(hidden=hidden, head=head, inputs=inputs)
+
+
+def top_kl(inputs: LossInputs, slot: tuple[int, int], log_q: Tensor) -> Tensor:
+    """The KL divergence of two distributions over the stored tokens and everything else."""
+    assert inputs.teacher_ids is not None
+    assert inputs.teacher_log_probs is not None
+    ids = inputs.teacher_ids[slot].long()
+    p = inputs.teacher_log_probs[slot].double().exp()
+    q = log_q.exp()[ids]
+    rest_p, rest_q = 1 - p.sum(), 1 - q.sum()
+    return (p * (p / q).log()).sum() + rest_p * (rest_p / rest_q).log()
 
 
 def reference(case: Case, config: LossConfig) -> tuple[float, float, Tensor]:
@@ -142,8 +161,12 @@ def reference(case: Case, config: LossConfig) -> tuple[float, float, Tensor]:
             if not valid[k]:
                 continue
             w = math.exp(-k / config.gamma) if config.weighting == "decay" else sum(reach[k:])
-            kl = (log_p[k].exp() * (log_p[k] - log_q[k])).sum()
-            total = total + w * (-label_log_q[k] if config.teacher == "tokens" else kl)
+            losses = {
+                "tokens": -label_log_q[k],
+                "last": (log_p[k].exp() * (log_p[k] - log_q[k])).sum(),
+                "top": top_kl(case.inputs, (block, k), log_q[k]),
+            }
+            total = total + w * losses[str(config.teacher)]
             weight += w if config.weighting == "decay" else 1.0
     total.backward()
     assert hidden.grad is not None

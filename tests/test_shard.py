@@ -359,6 +359,20 @@ def test_without_o_direct_all_still_works(tmp_path: Path, records: Bytes, monkey
     assert len(refused) == 1 + len(LENGTHS)
 
 
+@pytest.mark.parametrize("shift", [1, 64, 512])
+def test_memory_that_is_not_aligned_works_without_o_direct(tmp_path: Path, records: Bytes, shift: int) -> None:
+    memory = aligned_bytes(records.size + PAGE)
+    moved = memory[shift : shift + records.size].reshape(records.shape)
+    moved[...] = records
+    write_shard(tmp_path / "shard", GEOMETRY, moved, LENGTHS)
+    assert (tmp_path / "shard").read_bytes() == expected_file(records)
+    for row in range(len(LENGTHS)):
+        out = memory[shift : shift + GEOMETRY.row_bytes]
+        out[:] = 0xAB
+        RowReader().read_row(tmp_path / "shard", GEOMETRY, LENGTHS, SAMPLES, row, out)
+        assert np.array_equal(out.reshape(records[row].shape), records[row])
+
+
 def test_other_errors_of_opening_are_not_hidden(
     tmp_path: Path, records: Bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

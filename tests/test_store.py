@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
-from draftcache.common.config import to_dict
+from draftcache.common.config import fingerprint, to_dict
 from draftcache.common.errors import DamageError, MismatchError, StoreError
 from draftcache.common.journal import Journal, JournalEntry, read_journal
 from draftcache.common.layout import LAYOUT_VERSION
@@ -102,6 +102,7 @@ def test_any_reader_sees_padded_arrays_and_an_empty_record_array(small: tuple[Pa
     records = group["records"]
     assert records.shape == (5, 100, RECORD.record_bytes)
     assert (records.chunks, records.shards) == ((1, 64, RECORD.record_bytes), (2, 128, RECORD.record_bytes))
+    assert not np.asarray(records[...]).any()  # what no shard holds reads as zero
     assert [field["name"] for field in records.attrs["fields"]] == ["taps", "last"]
     assert records.attrs["record_bytes"] == RECORD.record_bytes
 
@@ -109,6 +110,8 @@ def test_any_reader_sees_padded_arrays_and_an_empty_record_array(small: tuple[Pa
 def test_shards_and_rows_of_a_bucket(small: tuple[Path, BucketSamples]) -> None:
     bucket = opened(*small)
     assert bucket.shard_count == 3
+    assert [bucket.samples.rows(bucket.shard_rows(shard))[0] for shard in range(3)] == [[100, 1], [65, 33], [70]]
+    assert bucket.samples.rows(range(2, 4))[1] == small[1].samples[2:4].tolist()
     assert [bucket.shard_rows(shard) for shard in range(3)] == [range(0, 2), range(2, 4), range(4, 5)]
     assert bucket.shard_path(1) == small[0] / "buckets" / "100" / "records" / "c" / "1" / "0" / "0"
 
@@ -263,7 +266,7 @@ def test_a_finished_store_opens(store: Store) -> None:
     found = open_store(store.path)
     assert found.manifest == store.manifest
     assert found.committed() == store.committed()
-    assert sorted(found.buckets) == [64, 128, 192]
+    assert sorted(found.buckets) == [64, 128, 190]
 
 
 def test_an_unfinished_store_is_refused(copied: Path) -> None:
@@ -339,10 +342,11 @@ def test_what_is_a_store(store: Store, tmp_path: Path) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest's JSON in place."""
+    """Change a manifest's JSON in place, its checksum with it."""
     values = json.loads((path / "manifest.json").read_text())
+    del values["checksum"]
     change(values)
-    (path / "manifest.json").write_text(json.dumps(values))
+    (path / "manifest.json").write_text(json.dumps(values | {"checksum": fingerprint(values)}))
 
 
 def refusal(path: Path) -> StoreError:
@@ -355,7 +359,34 @@ def refusal(path: Path) -> StoreError:
 
 def test_the_manifest_survives(store: Store) -> None:
     assert read_manifest(store.path) == store.manifest
-    assert json.loads((store.path / "manifest.json").read_text()) == to_dict(store.manifest)
+    values = json.loads((store.path / "manifest.json").read_text())
+    checksum = values.pop("checksum")
+    assert values == to_dict(store.manifest)
+    assert checksum == fingerprint(values)
+
+
+def test_a_changed_digit_in_the_manifest_is_damage(copied: Path) -> None:
+    text = (copied / "manifest.json").read_text()
+    digits = [at for at, letter in enumerate(text) if letter.isdigit()]
+    for at in random.Random(0).sample(digits, 30):
+        if "layout_version" not in text[text.rfind("\n", 0, at) : at]:
+            (copied / "manifest.json").write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+            with pytest.raises(DamageError) as caught:
+                read_manifest(copied)
+            assert "fails its checksum" in caught.value.found
+
+
+def test_a_manifest_without_its_checksum_is_damage(copied: Path) -> None:
+    values = json.loads((copied / "manifest.json").read_text())
+    del values["checksum"]
+    (copied / "manifest.json").write_text(json.dumps(values))
+    assert isinstance(refusal(copied), DamageError)
+
+
+def test_the_order_of_keys_in_the_manifest_does_not_matter(copied: Path, store: Store) -> None:
+    values = json.loads((copied / "manifest.json").read_text())
+    (copied / "manifest.json").write_text(json.dumps(dict(reversed(values.items()))))
+    assert read_manifest(copied) == store.manifest
 
 
 @pytest.mark.parametrize("folder", ["", "missing"])
@@ -407,7 +438,9 @@ def test_a_manifest_with_wrong_keys_or_types_is_refused(
 
 
 def test_the_same_manifest_is_the_same(store: Store) -> None:
-    check_same(store.manifest, dataclasses.replace(store.manifest, draftcache_version="other"), "the store")
+    renamed = dataclasses.replace(store.manifest.target, name="other")  # its folder moved
+    other = dataclasses.replace(store.manifest, draftcache_version="other", target=renamed, files=())
+    check_same(store.manifest, other, "the store")
 
 
 def test_a_stranger_is_refused_by_every_difference(store: Store) -> None:

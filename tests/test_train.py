@@ -1,5 +1,6 @@
 """Stage two as a whole on the CPU: both batchings, every loss, what a run leaves behind, and damaged stores."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +11,9 @@ import torch
 from draftcache.common.errors import CheckpointError, DamageError
 from draftcache.common.shard import RowReader
 from draftcache.common.store import Store, open_store
+from draftcache.extract.run import extract
 from draftcache.tests.helpers import record_field
-from draftcache.tests.stores import flip_bit
+from draftcache.tests.stores import flip_bit, tiny_config
 from draftcache.train.checkpoint import load_drafter, newest_checkpoint, read_run
 from draftcache.train.loss import LossConfig
 from draftcache.train.order import Batching, context_shapes, epoch_batches
@@ -55,6 +57,20 @@ def test_a_run_trains_and_writes_what_it_promises(
     run, drafter = load_drafter(tmp_path / "run", torch.device("cpu"))
     assert run == read_run(tmp_path / "run")
     assert len(drafter.state_dict()) == 2 * 11 + 3
+
+
+@pytest.mark.parametrize("codec", ["mxfp8", "mxfp4"])
+def test_a_compact_store_trains_with_the_teacher_it_holds(
+    tmp_path: Path, store: Store, target_folder: Path, codec: str
+) -> None:
+    losses = {}
+    for name in ("bf16", codec):
+        wanted = tiny_config(tmp_path / name, target=target_folder, data=[store.path.parent / "data.jsonl"])
+        made = extract(dataclasses.replace(wanted, codec=name, teacher="top"))
+        losses[name] = train(config(made, tmp_path / f"{name}-run")).metrics["loss"]
+        assert read_run(tmp_path / f"{name}-run").loss.teacher == "top"
+    assert losses[codec] == pytest.approx(losses["bf16"], rel=0.05)
+    assert losses[codec] != losses["bf16"]
 
 
 def test_two_runs_are_bit_equal(tmp_path: Path, store: Store) -> None:
