@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
-def append_row(bench: str, case: str, metrics: dict[str, float]) -> None:
+def append_row(bench: str, case: str, metrics: Mapping[str, float]) -> None:
     """Print one row and append it. `metrics` is flat and holds numbers only."""
     row = {
         "bench": bench,

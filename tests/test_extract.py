@@ -522,6 +522,8 @@ def test_an_existing_store_is_refused_and_left_alone(tmp_path: Path, target_fold
     assert str(tmp_path / "store") in caught.value.found
     assert "--overwrite" in caught.value.do
     assert files(tmp_path / "store") == before
+    with pytest.raises(StoreError):  # at once, before target and data are looked at
+        extract(dataclasses.replace(config, target=tmp_path / "nowhere"))
 
 
 def test_overwrite_replaces_a_store(tmp_path: Path, target_folder: Path, data: Path) -> None:
