@@ -128,7 +128,7 @@ def train(**flags: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def stats(store: Path, samples: int | None, as_json: bool) -> None:
     """Show what STORE holds, from the stored bytes themselves."""
-    from draftcache.common.stats import BucketStats, PlaneStats, store_stats
+    from draftcache.common.stats import LOW_AGREEMENT, BucketStats, PlaneStats, store_stats
     from draftcache.common.store import open_store
 
     figures = store_stats(open_store(store), samples)
@@ -137,7 +137,12 @@ def stats(store: Path, samples: int | None, as_json: bool) -> None:
         return
     report = figures.report
     click.echo(f"{report.kept} of {report.read} lines kept, {report.truncated} truncated, dropped: {report.dropped}")
-    click.echo(f"{figures.bytes_per_token} bytes per token\n")
+    click.echo(f"{figures.bytes_per_token} bytes per token")
+    if figures.label_agreement is not None:
+        click.echo(f"{figures.label_agreement:.1%} of the supervised tokens looked at are the target's own choice")
+        if figures.label_agreement < LOW_AGREEMENT:
+            click.echo("warning: this data was hardly written by the target; let the target answer the prompts itself")
+    click.echo()
     _table(BucketStats, figures.buckets)
     click.echo()
     _table(PlaneStats, figures.planes)

@@ -1,9 +1,12 @@
 """Figures about a store, computed from its own data with every byte checked."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 
 from draftcache.common.codec import field_tensor, read_taps
@@ -13,11 +16,17 @@ from draftcache.common.memory import aligned_bytes
 from draftcache.common.record import RecordSpec
 from draftcache.common.shard import Bytes, RowReader
 from draftcache.common.store import Bucket, Store
+from draftcache.common.target import load_parts
+
+AGREEMENT_SAMPLES = 8
+LOW_AGREEMENT = 0.6
+"""Below this share the data was hardly written by the target: a drafter learns to follow somebody else."""
+_LARGEST_CODE = {"mxfp8": 0x7E, "mxfp4": 7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketStats:
-    """One bucket. `fill` is real over padded tokens; `disk_bytes` is what its shards take."""
+    """One bucket. `fill` is real over padded tokens, `stored_per_real` what shards take over what their tokens need."""
 
     ceiling: int
     samples: int
@@ -25,8 +34,9 @@ class BucketStats:
     tokens: int
     supervised: int
     fill: float
-    record_bytes: int  # real tokens x bytes per token
+    real_bytes: int  # real tokens x bytes per token
     disk_bytes: int
+    stored_per_real: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +47,11 @@ class PlaneStats:
     tokens: int
     mean_norm: float  # mean over tokens of the L2 norm
     max_abs: float
+    top_channel: float  # share of the energy in the channel that has most: an outlier if far from 1 / H
     non_finite: int  # values
     zero_tokens: int  # tokens whose state is all zero
+    zero_groups: float  # share of the codec's groups that are all zero; 0 for bf16
+    at_limit: float  # share of values at the codec's largest magnitude; 0 for bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +60,7 @@ class StoreStats:
 
     bytes_per_token: int
     report: DataReport
+    label_agreement: float | None  # share of supervised tokens that the target would have chosen; None: no teacher
     buckets: tuple[BucketStats, ...]
     planes: tuple[PlaneStats, ...]
 
@@ -57,15 +71,19 @@ def store_stats(store: Store, max_samples: int | None = None) -> StoreStats:
     Raises DamageError at the first byte that is not what was written.
     """
     spec = store.manifest.record
-    sums = [_PlaneSums(name) for name in plane_names(store)]
+    sums = [_PlaneSums(name, store.manifest.target.hidden_size) for name in plane_names(store)]
     for bucket in store.buckets.values():
         rows = _spread(len(bucket.samples.samples), max_samples)
         for row in tqdm(rows, desc=f"stats {bucket.ceiling}", unit=" samples", disable=None):
-            for plane, values in zip(sums, _read_planes(bucket, spec, row), strict=True):
+            records = torch.from_numpy(read_row_records(bucket, row))
+            for plane, values in zip(sums, _planes(records, spec), strict=True):
                 plane.add(values)
+            for plane, (groups, values) in zip(sums, _coded(records, spec), strict=False):
+                plane.add_coded(groups, values, _LARGEST_CODE[spec.codec])
     return StoreStats(
         bytes_per_token=spec.record_bytes,
         report=store.manifest.report,
+        label_agreement=_label_agreement(store),
         buckets=tuple(_bucket_stats(bucket, spec) for bucket in store.buckets.values()),
         planes=tuple(plane.result() for plane in sums),
     )
@@ -87,45 +105,98 @@ def read_row_records(bucket: Bucket, row: int) -> Bytes:
 
 
 class _PlaneSums:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, width: int) -> None:
         self._name = name
+        self._energy = torch.zeros(width, dtype=torch.float64)
         self._tokens = self._non_finite = self._zero = 0
         self._norms = self._max = 0.0
+        self._groups = self._zero_groups = self._values = self._at_limit = 0
 
-    def add(self, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
-        finite = np.isfinite(values)
+    def add(self, values: Tensor) -> None:
+        """One sample's states, [tokens, H] float32."""
+        finite = values.isfinite()
+        clean = values.double().where(finite, 0.0)
+        squares = clean.square()
+        self._tokens += len(values)
         self._non_finite += int((~finite).sum())
-        clean = np.where(finite, values, 0)
-        self._tokens += len(clean)
-        self._norms += float(np.sqrt(np.square(clean, dtype=np.float64).sum(-1)).sum())
-        self._max = max(self._max, float(np.abs(clean).max(initial=0)))
+        self._energy += squares.sum(0)
+        self._norms += float(squares.sum(-1).sqrt().sum())
+        self._max = max(self._max, float(clean.abs().amax()))
         self._zero += int((~clean.any(-1) & finite.all(-1)).sum())
 
+    def add_coded(self, groups: Tensor, values: Tensor, largest: int) -> None:
+        """The same states as the codec stored them: scale codes, and magnitudes of the values' codes."""
+        self._groups += groups.numel()
+        self._zero_groups += int((groups == 0).sum())
+        self._values += values.numel()
+        self._at_limit += int((values == largest).sum())
+
     def result(self) -> PlaneStats:
+        """The sums as figures."""
+        energy = float(self._energy.sum())
         return PlaneStats(
             name=self._name,
             tokens=self._tokens,
             mean_norm=self._norms / max(self._tokens, 1),
             max_abs=self._max,
+            top_channel=float(self._energy.amax()) / energy if energy else 0.0,
             non_finite=self._non_finite,
             zero_tokens=self._zero,
+            zero_groups=self._zero_groups / self._groups if self._groups else 0.0,
+            at_limit=self._at_limit / self._values if self._values else 0.0,
         )
 
 
-def _read_planes(bucket: Bucket, spec: RecordSpec, row: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+def _planes(records: Tensor, spec: RecordSpec) -> list[Tensor]:
     """One sample's states as float32, each [tokens, H]."""
-    records = read_row_records(bucket, row)
-    tensor = torch.from_numpy(records)
-    taps = read_taps(tensor, spec, torch.float32).unflatten(-1, (spec.field("taps").shape[0], -1)).numpy()
-    planes = [taps[:, k] for k in range(taps.shape[1])]
-    if spec.has("last"):
-        planes.append(field_tensor(tensor, spec.field("last")).float().numpy())
-    return planes
+    taps = read_taps(records, spec, torch.float32).unflatten(-1, (spec.field("taps").shape[0], -1))
+    last = [field_tensor(records, spec.field("last")).float()] if spec.has("last") else []
+    return [*taps.unbind(1), *last]
+
+
+def _coded(records: Tensor, spec: RecordSpec) -> list[tuple[Tensor, Tensor]]:
+    """Scale codes and value magnitudes of each tap as the codec stored them; nothing for bf16."""
+    if spec.codec == "bf16":
+        return []
+    scales, values = (field_tensor(records, spec.field(name)) for name in ("tap_scales", "taps"))
+    magnitudes = values & 0x7F if spec.codec == "mxfp8" else torch.cat([values & 7, (values >> 4) & 7], dim=-1)
+    return list(zip(scales.unbind(1), magnitudes.unbind(1), strict=True))
+
+
+def _label_agreement(store: Store) -> float | None:
+    """Share of supervised tokens equal to the teacher's most probable one, over some samples of each bucket."""
+    spec = store.manifest.record
+    if spec.has("top_ids"):
+        choose = _first_of_top(spec)
+    elif spec.has("last"):
+        choose = _argmax_of_head(spec, load_parts(store.path, store.manifest, torch.device("cpu")).head)
+    else:
+        return None
+    equal = total = 0
+    for bucket in store.buckets.values():
+        for row in _spread(len(bucket.samples.samples), AGREEMENT_SAMPLES):
+            tokens = bucket.samples.tokens(row)
+            labels = torch.from_numpy(bucket.samples.input_ids[tokens])[1:]
+            supervised = torch.from_numpy(bucket.samples.loss_mask[tokens]).bool()[1:]
+            chosen = choose(torch.from_numpy(read_row_records(bucket, row))[:-1][supervised])
+            equal += int((chosen == labels[supervised]).sum())
+            total += int(supervised.sum())
+    return equal / total if total else None
+
+
+def _first_of_top(spec: RecordSpec) -> Callable[[Tensor], Tensor]:
+    return lambda records: field_tensor(records, spec.field("top_ids"))[:, 0]
+
+
+def _argmax_of_head(spec: RecordSpec, head: Tensor) -> Callable[[Tensor], Tensor]:
+    wide = head.float()
+    return lambda records: functional.linear(field_tensor(records, spec.field("last")).float(), wide).argmax(-1)
 
 
 def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
     samples = bucket.samples
     tokens = len(samples.input_ids)
+    disk = sum(bucket.shard_path(shard).stat().st_size for shard in range(bucket.shard_count))
     return BucketStats(
         ceiling=bucket.ceiling,
         samples=len(samples.samples),
@@ -133,8 +204,9 @@ def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
         tokens=tokens,
         supervised=int(samples.loss_mask.sum()),
         fill=tokens / (len(samples.samples) * bucket.ceiling),
-        record_bytes=tokens * spec.record_bytes,
-        disk_bytes=sum(bucket.shard_path(shard).stat().st_size for shard in range(bucket.shard_count)),
+        real_bytes=tokens * spec.record_bytes,
+        disk_bytes=disk,
+        stored_per_real=disk / (tokens * spec.record_bytes),
     )
 
 

@@ -186,7 +186,7 @@ def _chunk(
     config: LossConfig,
     gradient: Tensor,  # [n, B - 1, H], written
 ) -> tuple[Tensor, Tensor, Tensor]:  # loss [], denominator [], right [n, B - 1] bool
-    logits = functional.linear(hidden, head).float()
+    logits = _logits(hidden, head).float()
     log_normaliser = logits.logsumexp(-1, keepdim=True)
     labels = inputs.labels[..., None]
     label_log_q = (logits.gather(-1, labels) - log_normaliser).squeeze(-1)
@@ -253,7 +253,12 @@ def _top_losses(top: _TopTeacher, log_q: Tensor) -> Tensor:
 
 def _teacher_logits(inputs: LossInputs, head: Tensor, dtype: torch.dtype) -> Tensor:
     assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
-    return functional.linear(inputs.teacher_hidden.to(dtype), head.to(dtype)).float()
+    return _logits(inputs.teacher_hidden.to(dtype), head.to(dtype)).float()
+
+
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """[n, B - 1, H] to [n, B - 1, V] as one matrix product; of a strided input, linear would make a batched one."""
+    return functional.linear(hidden.flatten(0, 1), head).unflatten(0, hidden.shape[:2])
 
 
 def _sums(loss: Tensor, weight: Tensor, right: Tensor, valid: Tensor) -> LossSums:
