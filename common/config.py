@@ -75,13 +75,20 @@ def _rebuild(hint: Any, value: Any, where: str) -> Any:
         return _rebuild(hint, value, where)
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
-        return from_dict(hint, value, where)
+        return from_dict(hint, _checked(value, dict, where), where)
     if origin is tuple:
-        return tuple(_rebuild(args[0], item, where) for item in value)
-    if hint is float and isinstance(value, int):
+        return tuple(_rebuild(args[0], item, where) for item in _checked(value, list, where))
+    if origin is dict:
+        return {key: _rebuild(args[1], item, where) for key, item in _checked(value, dict, where).items()}
+    if hint is float and type(value) is int:
         return float(value)
-    if isinstance(hint, type) and not (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
+    return _checked(value, hint, where)
+
+
+def _checked(value: Any, kind: type, where: str) -> Any:
+    """`value` if its JSON type is exactly `kind`: a bool is no int."""
+    if type(value) is not kind:
         raise UsageError(
-            f"{where} is {value!r}", needed=f"a value of type {hint.__name__}", do="use a file written by this version"
+            f"{where} is {value!r}", needed=f"a value of type {kind.__name__}", do="use a file written by this version"
         )
     return value

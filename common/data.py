@@ -58,19 +58,27 @@ def _text_lines(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as probe:
             packed = probe.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8") as file:
-            yield from file
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error})", needed="JSON lines", do="convert the file") from None
+        with gzip.open(path, "rb") if packed else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield _decoded(path, number, line)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{path}: {reason}", needed="a readable .jsonl or .jsonl.gz file", do="check --data") from None
 
 
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}:{number}: not UTF-8 text ({error.reason})", needed="JSON lines in UTF-8", do="convert the file"
+        ) from None
+
+
 def _parse(number: int, where: str, text: str) -> Line:
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where}: not JSON ({error})", needed="one JSON object a line", do="correct the line"
         ) from None
@@ -89,7 +97,7 @@ def _message(where: str, position: int, turn: Any) -> dict[str, str]:
     if not isinstance(turn, dict):
         _refuse(where, f"turn {position} is a {type(turn).__name__}", "an object with role and content")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         _refuse(where, f"turn {position} has the role {role!r}", f"one of {sorted(ROLES)}")
     if not isinstance(content, str):
         _refuse(where, f"turn {position} has content of type {type(content).__name__}", "a string")

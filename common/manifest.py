@@ -140,7 +140,7 @@ def read_manifest(store: Path) -> Manifest:
     path = store / MANIFEST_NAME
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise StoreError(
             f"{store} has no {MANIFEST_NAME}", needed="a store made by `draftcache extract`", do="check --store"
         ) from None

@@ -14,7 +14,7 @@ from draftcache.common.layout import CHUNK_TOKENS, round_up
 from draftcache.common.manifest import DataReport
 from draftcache.common.memory import aligned_bytes
 from draftcache.common.record import RecordSpec
-from draftcache.common.shard import Bytes, RowReader
+from draftcache.common.shard import Bytes, RowReader, shard_damage
 from draftcache.common.store import Bucket, Store
 from draftcache.common.target import load_parts
 
@@ -196,7 +196,7 @@ def _argmax_of_head(spec: RecordSpec, head: Tensor) -> Callable[[Tensor], Tensor
 def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
     samples = bucket.samples
     tokens = len(samples.input_ids)
-    disk = sum(bucket.shard_path(shard).stat().st_size for shard in range(bucket.shard_count))
+    disk = sum(_size(bucket, shard) for shard in range(bucket.shard_count))
     return BucketStats(
         ceiling=bucket.ceiling,
         samples=len(samples.samples),
@@ -208,6 +208,13 @@ def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
         disk_bytes=disk,
         stored_per_real=disk / (tokens * spec.record_bytes),
     )
+
+
+def _size(bucket: Bucket, shard: int) -> int:
+    path, (_, samples) = bucket.shard_path(shard), bucket.samples.rows(bucket.shard_rows(shard))
+    if not path.is_file():
+        raise shard_damage(path, samples, "is missing")
+    return path.stat().st_size
 
 
 def _spread(count: int, most: int | None) -> list[int]:

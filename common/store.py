@@ -156,11 +156,11 @@ class Store:
 
     def check_complete(self) -> None:
         """Raise StoreError unless the journal names every shard."""
-        expected = sum(bucket.shard_count for bucket in self.buckets.values())
-        done = len(self.committed())
-        if done < expected:
+        expected = {(c, shard) for c, bucket in self.buckets.items() for shard in range(bucket.shard_count)}
+        missing = expected - set(self.committed())
+        if missing:
             raise StoreError(
-                f"{self.path} holds {done} of {expected} shards",
+                f"{self.path} holds {len(expected) - len(missing)} of {len(expected)} shards",
                 needed="a finished extraction",
                 do="run `draftcache extract --resume` with the first run's settings",
             )
@@ -264,18 +264,19 @@ def _read_samples(folder: Path, ceiling: int) -> BucketSamples:
     try:
         group = zarr.open_group(str(folder), mode="r")
         arrays = {name: np.asarray(group[name]) for name in ("sample", "length", "input_ids", "loss_mask")}
+        lengths = arrays["length"].astype(np.int64)
+        real = _real_tokens(lengths, ceiling)
+        input_ids, loss_mask = arrays["input_ids"][real], arrays["loss_mask"][real]
     except Exception as error:  # zarr raises a dozen unrelated types for damaged metadata and chunks
         raise DamageError(
             f"{folder}: {type(error).__name__}: {error}", needed="readable ids, masks and lengths", do="extract again"
         ) from None
-    lengths = arrays["length"].astype(np.int64)
-    real = _real_tokens(lengths, ceiling)
     return BucketSamples(
         ceiling=ceiling,
         samples=arrays["sample"],
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        input_ids=arrays["input_ids"][real],
-        loss_mask=arrays["loss_mask"][real],
+        input_ids=input_ids,
+        loss_mask=loss_mask,
     )
 
 

@@ -157,6 +157,13 @@ def load_target(folder: Path, device: torch.device, dtype: str | None = None) ->
             needed="get_input_embeddings() and get_output_embeddings()",
             do="use a causal language model",
         )
+    says_tied = bool(getattr(config, "tie_word_embeddings", False))
+    if says_tied != (embedding.weight.data_ptr() == head.weight.data_ptr()):
+        raise TargetError(
+            f"{folder}: tie_word_embeddings is {says_tied}, but the weights {'have' if says_tied else 'lack'} a head",
+            needed="a configuration that says what the weights are",
+            do="correct tie_word_embeddings in config.json",
+        )
     decoder, layers = _find_decoder(model, config.get_text_config().num_hidden_layers, embedding)
     return Target(model=model, decoder=decoder, layers=layers, embedding=embedding.weight, head=head.weight)
 

@@ -110,6 +110,9 @@ def make_plan(config: ExtractConfig) -> Plan:
     check_layer_ids(layer_ids, layers)
     tokenizer = load_tokenizer(config.target)
     identity = identify(config.target, tokenizer, config.dtype)
+    for path in config.data:
+        if not path.is_file():
+            raise UsageError(f"{path}: No such file", needed="a readable .jsonl or .jsonl.gz file", do="check --data")
     samples, report, lines_per_file = _tokenize_all(config, tokenizer, identity)
     buckets = fill_buckets(samples, config.ceilings)
     return Plan(

@@ -17,8 +17,8 @@ from draftcache.common.record import RecordSpec
 from draftcache.common.target import Target
 
 MIN_ARGMAX_AGREEMENT = 0.999
-MIN_COSINE = {"bf16": 0.99, "mxfp8": 0.98, "mxfp4": 0.9}
-"""Between a sample in its padded batch and alone: another shape, so other kernels and other rounding."""
+MAX_ERROR = {"bf16": 0.15, "mxfp8": 0.2, "mxfp4": 0.4}
+"""Relative, between a sample in its padded batch and alone: another shape, so other kernels and other rounding."""
 _MAX_TOKENS = 512
 
 
@@ -60,11 +60,11 @@ def prove_first_batch(
 
 
 def _compare(what: str, stored: Tensor, wanted: Tensor, codec: str) -> None:
-    cosine = functional.cosine_similarity(stored.float(), wanted.float(), dim=-1)
-    if not bool((cosine > MIN_COSINE[codec]).all()):
+    error = (stored.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1).clamp_min(1e-30)
+    if not bool((error < MAX_ERROR[codec]).all()):
         raise TargetError(
-            f"{what} differs from transformers' own: cosine down to {float(cosine.min()):.4f}",
-            needed=f"at least {MIN_COSINE[codec]} at every token",
+            f"{what} differs from transformers' own: relative error up to {float(error.max()):.4f}",
+            needed=f"below {MAX_ERROR[codec]} at every token",
             do="report the model family; its layers are built in a way that this version misreads",
         )
 

@@ -32,6 +32,8 @@ def tokenize(line: Line, tokenizer: Any, vocab_size: int) -> Tokens:
         return Tokens(input_ids=list(line.input_ids), loss_mask=list(line.loss_mask))
     text = _render(tokenizer, line, len(line.messages), generation_prompt=False)
     spans = _assistant_spans(line, tokenizer, text)
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(f"{line.where}: half of a surrogate pair", needed="whole characters", do="correct the line")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     _check_ids(line, ids, vocab_size)

@@ -138,11 +138,6 @@ def test_values_of_a_wrong_type_are_refused(key: str, value: object, wanted: str
     assert f"a value of type {wanted};" in message
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(TypeError, pytest.fail.Exception),
-    reason="DEFECT: config._rebuild does not check that tuples, dictionaries and nested classes are given as such",
-)
 @pytest.mark.parametrize(
     ("key", "value"),
     [

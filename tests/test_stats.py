@@ -150,11 +150,6 @@ def test_a_missing_shard_stops_the_figures(copied: Store) -> None:
         store_stats(copied)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FileNotFoundError,
-    reason="DEFECT: stats asks a shard's size without minding that it may be missing",
-)
 def test_a_missing_shard_that_is_not_read_is_damage_too(copied: Store) -> None:
     copied.buckets[190].shard_path(2).unlink()
     with pytest.raises(DamageError):

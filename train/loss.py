@@ -258,7 +258,8 @@ def _teacher_logits(inputs: LossInputs, head: Tensor, dtype: torch.dtype) -> Ten
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
     """[n, B - 1, H] to [n, B - 1, V] as one matrix product; of a strided input, linear would make a batched one."""
-    return functional.linear(hidden.flatten(0, 1), head).unflatten(0, hidden.shape[:2])
+    logits: Tensor = functional.linear(hidden.flatten(0, 1), head).unflatten(0, hidden.shape[:2])
+    return logits
 
 
 def _sums(loss: Tensor, weight: Tensor, right: Tensor, valid: Tensor) -> LossSums:
