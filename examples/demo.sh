@@ -12,7 +12,7 @@ run extract --target "$DEMO/smollm2" --data examples/conversations.jsonl --store
     --buckets 64,96,128,160,192,256,320 --token-budget 4096 --dtype float32 --limit 220
 run stats --store "$DEMO/store"
 # SmolLM2's tokenizer uses every row of its embedding, so the mask token must be chosen: 5 is <file_sep>.
-run train --store "$DEMO/store" --out "$DEMO/run" --num-layers 2 --block-size 8 --mask-token-id 5 \
-    --batching packed --token-budget 1024 --anchors 64 --teacher tokens --lr 1e-3 --steps 240
+run train --store "$DEMO/store" --out "$DEMO/run" --num-layers 1 --block-size 4 --mask-token-id 5 \
+    --batching packed --token-budget 1024 --anchors 64 --teacher tokens --lr 2e-3 --steps 450
 run evaluate --checkpoint "$DEMO/run" --target "$DEMO/smollm2" --data examples/heldout.jsonl \
     --limit 12 --max-new-tokens 96 --dtype float32

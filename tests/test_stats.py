@@ -15,6 +15,7 @@ from draftcache.common.memory import aligned_bytes
 from draftcache.common.shard import write_shard
 from draftcache.common.stats import plane_names, read_row_records, store_stats
 from draftcache.common.store import Store, open_store
+from draftcache.common.target import load_parts
 from draftcache.tests.stores import CEILINGS, HIDDEN, LAYER_IDS, flip_bit, tiny_store
 
 WIDTH = len(LAYER_IDS) + 1
@@ -56,6 +57,8 @@ def test_bucket_figures(store: Store) -> None:
         lengths = np.asarray(group[f"{bucket.ceiling}/length"])
         tokens = int(lengths.sum())
         folder = store.path / "buckets" / str(bucket.ceiling) / "records" / "c"
+        disk = sum(file.stat().st_size for file in folder.rglob("0") if file.is_file())
+        real = tokens * WIDTH * HIDDEN * 2
         assert dataclasses.asdict(bucket) == {
             "ceiling": bucket.ceiling,
             "samples": samples,
@@ -63,9 +66,25 @@ def test_bucket_figures(store: Store) -> None:
             "tokens": tokens,
             "supervised": int(np.asarray(group[f"{bucket.ceiling}/loss_mask"]).sum()),
             "fill": tokens / (samples * bucket.ceiling),
-            "record_bytes": tokens * WIDTH * HIDDEN * 2,
-            "disk_bytes": sum(file.stat().st_size for file in folder.rglob("0") if file.is_file()),
+            "real_bytes": real,
+            "disk_bytes": disk,
+            "stored_per_real": disk / real,
         }
+
+
+def test_label_agreement_is_the_share_of_supervised_tokens_that_head_of_last_chooses(store: Store) -> None:
+    equal = total = 0
+    head = load_parts(store.path, store.manifest, torch.device("cpu")).head.float()
+    for ceiling, bucket in store.buckets.items():
+        for row in range(len(bucket.samples.samples)):
+            at = bucket.samples.tokens(row)
+            ids, mask = bucket.samples.input_ids[at], bucket.samples.loss_mask[at]
+            chosen = (planes(store, ceiling, row)[:, -1] @ head.T).argmax(-1)
+            for position in range(1, len(ids)):
+                if mask[position]:
+                    total += 1
+                    equal += int(chosen[position - 1]) == int(ids[position])
+    assert store_stats(store).label_agreement == pytest.approx(equal / total)
 
 
 def test_plane_figures(store: Store) -> None:
