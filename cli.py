@@ -124,7 +124,7 @@ def train(**flags: Any) -> None:
 
 @cli.command()
 @click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
-@click.option("--samples", type=int, help="Read at most so many samples of each bucket.  [default: all]")
+@click.option("--samples", type=click.IntRange(min=1), help="Read at most so many samples of a bucket.  [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def stats(store: Path, samples: int | None, as_json: bool) -> None:
     """Show what STORE holds, from the stored bytes themselves."""

@@ -126,6 +126,16 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def check_device(name: str) -> None:
+    """Raise UsageError unless torch can use the device called `name`."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UsageError(
+            f"device {name!r}: {first_line(error)}", needed="a device that torch can use here", do="correct --device"
+        ) from None
+
+
 def load_target(folder: Path, device: torch.device, dtype: str | None = None) -> Target:
     """Load the frozen target in its own dtype unless another is named.
 

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from draftcache.common.errors import StoreError
 from draftcache.common.journal import Journal
 from draftcache.common.manifest import MANIFEST_NAME, check_same, read_manifest, write_manifest
 from draftcache.common.store import Store, clear_store, committed_files, create_store, is_store, lock_store
-from draftcache.common.target import Target, load_target, save_parts
+from draftcache.common.target import Target, check_device, load_target, save_parts
 from draftcache.common.verify import check_shards, leftovers
 from draftcache.extract.buckets import Batch
 from draftcache.extract.estimate import Estimate, check_space, estimate, free_bytes
@@ -36,6 +37,9 @@ def extract(config: ExtractConfig) -> Store:
         raise StoreError(
             f"{config.store} exists", needed="a new folder", do="choose another, or pass --resume or --overwrite"
         )
+    if config.store.exists() and not is_store(config.store) and _holds_something(config.store):
+        raise StoreError(f"{config.store} exists and is no store", needed="a new folder", do="choose another --store")
+    check_device(config.device)
     plan = make_plan(config)
     with lock_store(config.store):
         found = _existing(config, plan)
@@ -54,6 +58,10 @@ def extract(config: ExtractConfig) -> Store:
             raise StoreError(
                 f"{config.store}: {error.strerror}", needed="more free space", do="make room, then extract --resume"
             ) from None
+
+
+def _holds_something(path: Path) -> bool:
+    return not path.is_dir() or any(path.iterdir())
 
 
 def dry_run(config: ExtractConfig) -> tuple[Estimate, int]:

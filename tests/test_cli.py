@@ -107,6 +107,28 @@ def test_an_existing_store_is_kept_unless_overwritten(
     assert (copy / "manifest.json").read_bytes() != before
 
 
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
+def test_a_folder_or_file_that_is_no_store_is_left_alone(
+    capsys: Capture, tmp_path: Path, target_folder: Path, flag: str
+) -> None:
+    data = tiny_data(tmp_path / "data.jsonl", count=2)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "letter.txt").write_text("dear")
+    refused(extract(capsys, target_folder, data, tmp_path / "folder", flag), "is no store")
+    refused(extract(capsys, target_folder, data, tmp_path / "folder" / "letter.txt", flag), "is no store")
+    assert (tmp_path / "folder" / "letter.txt").read_text() == "dear"
+
+
+def test_a_device_that_is_not_there_is_refused(
+    capsys: Capture, tmp_path: Path, target_folder: Path, store: Store
+) -> None:
+    data = tiny_data(tmp_path / "data.jsonl", count=2)
+    refused(extract(capsys, target_folder, data, tmp_path / "store", "--device", "nonsense"), "nonsense")
+    refused(train(capsys, store.path, tmp_path / "run", "--device", "nonsense"), "nonsense")
+    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "run").exists()
+
+
 def test_training_on_no_store_is_refused(capsys: Capture, tmp_path: Path) -> None:
     refused(train(capsys, tmp_path, tmp_path / "run"), "manifest.json")
 

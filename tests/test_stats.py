@@ -87,6 +87,27 @@ def test_label_agreement_is_the_share_of_supervised_tokens_that_head_of_last_cho
     assert store_stats(store).label_agreement == pytest.approx(equal / total)
 
 
+def test_label_agreement_counts_what_was_changed(copied: Store) -> None:
+    head = load_parts(copied.path, copied.manifest, torch.device("cpu")).head.float()
+    before = store_stats(copied).label_agreement
+    assert before is not None
+    at = copied.buckets[190].samples.tokens(1)
+    ids, mask = copied.buckets[190].samples.input_ids[at], copied.buckets[190].samples.loss_mask[at]
+    values = planes(copied, 190, 1)
+    chosen = (values[:, -1] @ head.T).argmax(-1)
+    gained = 0
+    for position in range(1, len(ids)):
+        state = torch.linalg.lstsq(head, torch.eye(len(head))[int(ids[position])]).solution * 100
+        if mask[position] and int((state.bfloat16().float() @ head.T).argmax()) == ids[position]:
+            gained += int(chosen[position - 1]) != int(ids[position])
+            values[position - 1, -1] = state
+    assert gained > 10
+    rewrite_row(copied, 190, 1, values)
+    after = store_stats(copied).label_agreement
+    supervised = sum(int(bucket.samples.loss_mask.sum()) for bucket in copied.buckets.values())
+    assert after == pytest.approx(before + gained / supervised)
+
+
 def test_plane_figures(store: Store) -> None:
     every = torch.cat([planes(store, c, row) for c in CEILINGS for row in range(len(store.buckets[c].samples.samples))])
     found = store_stats(store)
@@ -98,6 +119,9 @@ def test_plane_figures(store: Store) -> None:
         assert plane.tokens == len(values)
         assert plane.mean_norm == pytest.approx(float(values.double().norm(dim=-1).mean()), rel=1e-12)
         assert plane.max_abs == float(values.abs().max())
+        energy = values.double().square().sum(0)
+        assert plane.top_channel == pytest.approx(float(energy.max() / energy.sum()), rel=1e-12)
+        assert (plane.zero_groups, plane.at_limit) == (0.0, 0.0)  # bfloat16 has no codes
         assert (plane.non_finite, plane.zero_tokens) == (0, 0)
 
 
@@ -141,6 +165,7 @@ def test_without_a_teacher_there_is_no_last(tmp_path: Path, target_folder: Path)
     found = store_stats(bare)
     assert found.bytes_per_token == len(LAYER_IDS) * HIDDEN * 2
     assert [plane.name for plane in found.planes] == plane_names(bare)
+    assert found.label_agreement is None
 
 
 def test_row_records_are_the_real_tokens(store: Store) -> None:
@@ -169,7 +194,10 @@ def test_a_missing_shard_stops_the_figures(copied: Store) -> None:
         store_stats(copied)
 
 
-def test_a_missing_shard_that_is_not_read_is_damage_too(copied: Store) -> None:
-    copied.buckets[190].shard_path(2).unlink()
-    with pytest.raises(DamageError):
-        store_stats(copied, max_samples=2)
+def test_a_missing_shard_that_is_not_read_is_damage_too(tmp_path: Path, target_folder: Path) -> None:
+    bare = tiny_store(tmp_path, target=target_folder, teacher="none")  # no teacher, so no samples read for agreement
+    path = bare.buckets[190].shard_path(2)
+    path.unlink()
+    with pytest.raises(DamageError) as caught:
+        store_stats(bare, max_samples=2)
+    assert str(path) in caught.value.found

@@ -24,7 +24,7 @@ from draftcache.common import config as configs
 from draftcache.common.data import Line, read_lines
 from draftcache.common.errors import DataError, MismatchError, TargetError, UsageError
 from draftcache.common.manifest import TargetIdentity
-from draftcache.common.target import Target, identify, load_target, load_tokenizer, tap_layers
+from draftcache.common.target import Target, check_device, identify, load_target, load_tokenizer, tap_layers
 from draftcache.train.anchors import Blocks
 from draftcache.train.attention import DenseAttention
 from draftcache.train.checkpoint import load_drafter
@@ -84,6 +84,7 @@ class SetReport:
 
 def evaluate(config: EvaluateConfig) -> list[SetReport]:
     """Decode every prompt twice, plainly and with the drafter; one report per prompt file."""
+    check_device(config.device)
     device = torch.device(config.device)
     run, drafter = load_drafter(config.checkpoint, device)
     tokenizer = load_tokenizer(config.target)

@@ -15,6 +15,7 @@ from draftcache.common.errors import UsageError
 from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
 from draftcache.common.manifest import TargetIdentity
 from draftcache.common.store import Store
+from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
 from draftcache.train.anchors import MAX_CONTEXT_TOKENS
 from draftcache.train.attention import TILE
@@ -77,6 +78,7 @@ class TrainConfig:
 
 def resolve(config: TrainConfig, store: Store) -> Run:
     """The run that `config` describes on this store. Raises UsageError for what cannot work."""
+    check_device(config.device)
     manifest = store.manifest
     loss = dataclasses.replace(config.loss, teacher=_teacher(config.loss.teacher, manifest.settings.teacher))
     drafter = _drafter_config(config.geometry, manifest.target, manifest.settings.layer_ids)
