@@ -15,4 +15,4 @@ run stats --store "$DEMO/store"
 run train --store "$DEMO/store" --out "$DEMO/run" --num-layers 1 --block-size 4 --mask-token-id 5 \
     --batching packed --token-budget 1024 --anchors 64 --teacher tokens --lr 2e-3 --steps 450
 run evaluate --checkpoint "$DEMO/run" --target "$DEMO/smollm2" --data examples/heldout.jsonl \
-    --limit 12 --max-new-tokens 64 --dtype float32
+    --limit 10 --max-new-tokens 40 --dtype float32
