@@ -33,7 +33,7 @@ from draftcache.benchmarks.rows import append_row
 from draftcache.common.layout import DEFAULT_CEILINGS, DEFAULT_TOKEN_BUDGET, ShardGeometry, rows_per_batch
 from draftcache.common.memory import aligned_bytes
 from draftcache.common.record import CODECS, TEACHERS, record_spec
-from draftcache.common.shard import Bytes, RowReader, write_shard
+from draftcache.common.shard import Bytes, RowReader, ShardFile, write_shard
 from draftcache.common.store import BucketSamples, bucket_path, create_store
 
 TAPS, HIDDEN = 5, 5120
@@ -47,21 +47,17 @@ class Bench:
 
     folder: Path
     geometry: ShardGeometry
-    lengths: list[list[int]]  # per shard
+    shards: list[ShardFile]
     records: Bytes  # [rows, stride, R], the content of every shard
 
     @property
     def real_bytes(self) -> int:
         """Bytes of real tokens in all shards."""
-        return sum(map(sum, self.lengths)) * self.geometry.record_bytes
-
-    def shard(self, index: int) -> Path:
-        """One shard's file."""
-        return self.folder / "store" / bucket_path(self.geometry.ceiling) / "records" / "c" / str(index) / "0" / "0"
+        return sum(sum(shard.lengths) for shard in self.shards) * self.geometry.record_bytes
 
     def rows(self) -> list[tuple[int, int]]:
         """(shard, row) of every row."""
-        return [(shard, row) for shard, lengths in enumerate(self.lengths) for row in range(len(lengths))]
+        return [(number, row) for number, shard in enumerate(self.shards) for row in range(len(shard.lengths))]
 
 
 def build(folder: Path, shards: int, ceiling: int) -> Bench:
@@ -85,24 +81,26 @@ def build(folder: Path, shards: int, ceiling: int) -> Bench:
     tile = rng.integers(0, 256, 1 << 26, dtype=np.uint8)
     for begin in range(0, len(records), len(tile)):
         records[begin : begin + len(tile)] = tile[: len(records) - begin]
-    bench = Bench(
-        folder=folder,
-        geometry=geometry,
-        lengths=lengths,
-        records=records.reshape(rows, geometry.stride, record.record_bytes),
-    )
-    for index, shard_lengths in enumerate(lengths):
-        write_shard(bench.shard(index), geometry, bench.records, shard_lengths)
-    return bench
+    padded = records.reshape(rows, geometry.stride, record.record_bytes)
+    written = []
+    for number, shard_lengths in enumerate(lengths):
+        path = folder / "store" / bucket_path(ceiling) / "records" / "c" / str(number) / "0" / "0"
+        digests = write_shard(path, geometry, padded, shard_lengths)
+        written.append(
+            ShardFile(
+                path=path,
+                geometry=geometry,
+                lengths=tuple(shard_lengths),
+                samples=tuple(range(rows)),
+                digests=digests,
+            )
+        )
+    return Bench(folder=folder, geometry=geometry, shards=written, records=padded)
 
 
 def read_raw(bench: Bench, out: Bytes) -> None:
     """The ceiling: the same files, whole, by O_DIRECT reads of 8 MiB in threads, nothing checked."""
-    work = [
-        (bench.shard(i), begin)
-        for i in range(len(bench.lengths))
-        for begin in range(0, bench.shard(i).stat().st_size, REQUEST_BYTES)
-    ]
+    work = [(shard.path, begin) for shard in bench.shards for begin in range(0, shard.size, REQUEST_BYTES)]
     slots = [out[k * REQUEST_BYTES : (k + 1) * REQUEST_BYTES] for k in range(THREADS)]
 
     def read(thread: int) -> None:
@@ -122,8 +120,7 @@ def read_draftcache(bench: Bench, out: Bytes) -> None:
         reader = RowReader()
         place = out[thread * bench.geometry.row_bytes : (thread + 1) * bench.geometry.row_bytes]
         for shard, row in rows[thread::THREADS]:
-            lengths = bench.lengths[shard]
-            reader.read_row(bench.shard(shard), bench.geometry, lengths, list(range(len(lengths))), row, place)
+            reader.read_row(bench.shards[shard], row, place)
 
     _in_threads(read)
 
@@ -182,20 +179,20 @@ def write_safetensors(bench: Bench) -> None:
     (bench.folder / "safetensors").mkdir(exist_ok=True)
     for shard, row in bench.rows():
         path = _sample_file(bench, shard, row)
-        save_file({"records": bench.records[row, : bench.lengths[shard][row]]}, path)
+        save_file({"records": bench.records[row, : bench.shards[shard].lengths[row]]}, path)
         _flush(path)
 
 
 def write_draftcache(bench: Bench) -> None:
     """`write_shard`, durable when it returns."""
-    for index, lengths in enumerate(bench.lengths):
-        write_shard(bench.folder / f"written-{index}", bench.geometry, bench.records, lengths)
+    for number, shard in enumerate(bench.shards):
+        write_shard(bench.folder / f"written-{number}", bench.geometry, bench.records, shard.lengths)
 
 
 def write_raw(bench: Bench) -> None:
     """The ceiling: the same number of bytes by O_DIRECT writes of 8 MiB, flushed."""
-    for index, lengths in enumerate(bench.lengths):
-        size, path = bench.geometry.file_bytes(lengths), bench.folder / f"raw-{index}"
+    for number, shard in enumerate(bench.shards):
+        size, path = shard.size, bench.folder / f"raw-{number}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
         flat = bench.records.reshape(-1)
         for begin in range(0, size, REQUEST_BYTES):
@@ -210,7 +207,7 @@ def write_zarr(bench: Bench) -> None:
     path = bench.folder / "zarr-written"
     array = zarr.create_array(
         str(path),
-        shape=(len(bench.lengths) * g.rows, g.ceiling, g.record_bytes),
+        shape=(len(bench.shards) * g.rows, g.ceiling, g.record_bytes),
         dtype="uint8",
         chunks=(1, 64, g.record_bytes),
         shards=(1, g.stride, g.record_bytes),
@@ -218,7 +215,7 @@ def write_zarr(bench: Bench) -> None:
         overwrite=True,
     )
     for shard, row in bench.rows():
-        length = bench.lengths[shard][row]
+        length = bench.shards[shard].lengths[row]
         array[shard * g.rows + row, :length] = bench.records[row, :length]
     for file in path.rglob("0"):
         if file.is_file():

@@ -24,13 +24,13 @@ FOLDER = "journal"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """One committed shard: its bucket's ceiling, its number, its rows, its size, and rows with non-finite states."""
+    """One committed shard."""
 
-    bucket: int
+    bucket: int  # its ceiling
     shard: int
-    rows: int
-    size: int
-    void: tuple[int, ...] = ()
+    size: int  # bytes
+    digests: tuple[int, ...]  # of every row, see `shard.row_digest`
+    void: tuple[int, ...] = ()  # rows with states that are not finite: they are never read
 
 
 class Journal:
@@ -80,8 +80,8 @@ def journal_line(entry: JournalEntry) -> bytes:
     values = {
         "bucket": entry.bucket,
         "shard": entry.shard,
-        "rows": entry.rows,
         "size": entry.size,
+        "digests": list(entry.digests),
         "void": list(entry.void),
     }
     return json.dumps(values | {"crc32c": _checksum(values)}).encode() + b"\n"
@@ -93,7 +93,7 @@ def _parse(line: bytes) -> JournalEntry | None:
         checksum = values.pop("crc32c")
         if checksum != _checksum(values):
             return None
-        return JournalEntry(**(values | {"void": tuple(values["void"])}))
+        return JournalEntry(**(values | {name: tuple(values[name]) for name in ("digests", "void")}))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

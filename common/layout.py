@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from draftcache.common.errors import UsageError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 CHUNK_TOKENS = 64
 PAGE = 4096
 CHECKSUM_BYTES = 4

@@ -5,17 +5,22 @@ chunks lie (`layout.ShardGeometry`): the sharding specification allows gaps betw
 one O_DIRECT `preadv` bring payloads straight into the caller's buffer and checksums into scratch pages.
 
 Every byte of a file follows from the records and their lengths: the gaps are zero and the index is known beforehand. So
-reading a row checks the size, the index, every checksum and every gap, and any difference is a DamageError.
+reading a row checks the size, the index, every checksum and every gap. What a checksum beside its own data cannot say is
+whether this is the row that was written here: a sound shard copied over another passes it. So the journal keeps a digest
+of every row, and a row must match that too. Any difference is a DamageError.
 """
 
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c as _crc32c
 
 from draftcache.common.errors import DamageError
 from draftcache.common.files import atomic_path
@@ -31,8 +36,34 @@ _READ_DO = "run `draftcache extract --resume` with the first run's settings, or 
 
 
 def crc32c(data: npt.NDArray[np.generic]) -> int:
-    """The crc32c of contiguous memory."""
-    return int(google_crc32c.value(data))
+    """The crc32c of contiguous memory. Other threads run meanwhile."""
+    return int(_crc32c(data, gil_release_mode=1))
+
+
+def row_digest(checksums: Sequence[int]) -> int:
+    """What the journal keeps of a row: the crc32c over the checksums of its chunks."""
+    return crc32c(np.array(checksums, dtype="<u4"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFile:
+    """One shard as it must be: where it lies, what its rows hold, and the digests that the journal keeps of them."""
+
+    path: Path
+    geometry: ShardGeometry
+    lengths: tuple[int, ...]  # [n] real tokens per row
+    samples: tuple[int, ...]  # [n] their sample numbers, for messages
+    digests: tuple[int, ...]  # [n] `row_digest` of every row
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.geometry.file_bytes(list(self.lengths))
+
+    @cached_property
+    def first_chunk(self) -> list[int]:
+        """[n + 1]: chunks that lie before each row."""
+        return list(accumulate((self.geometry.live_chunks(n) for n in self.lengths), initial=0))
 
 
 def shard_index(geometry: ShardGeometry, lengths: Sequence[int]) -> Bytes:
@@ -53,8 +84,8 @@ def write_shard(
     geometry: ShardGeometry,
     records: Bytes,  # [n <= rows, stride, R], C-contiguous, zero beyond each length; page-aligned for O_DIRECT
     lengths: Sequence[int],  # [n] real tokens per row
-) -> int:
-    """Write one shard atomically and durably; returns its size in bytes.
+) -> tuple[int, ...]:
+    """Write one shard atomically and durably; returns every row's digest.
 
     When this returns the file is on disk under its final name. Raises OSError, for example when the disk is full; then
     nothing is left behind.
@@ -65,19 +96,21 @@ def write_shard(
         fd = _open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct=_aligned(records))
         try:
             offset = 0
+            digests: list[int] = []
             for row, length in enumerate(lengths):
-                iovecs: list[Bytes] = []
-                for chunk in range(geometry.live_chunks(length)):
-                    payload = _chunk(records[row].reshape(-1), geometry, chunk)
-                    pages[chunk, :CHECKSUM_BYTES] = _checksum_bytes(payload)
-                    iovecs += [payload, pages[chunk]]
+                live = geometry.live_chunks(length)
+                payloads = records[row].reshape(-1)[: live * geometry.chunk_bytes].reshape(live, geometry.chunk_bytes)
+                checksums = [crc32c(payload) for payload in payloads]
+                pages[:live, :CHECKSUM_BYTES] = np.array(checksums, dtype="<u4")[:, None].view(np.uint8)
+                digests.append(row_digest(checksums))
+                iovecs = [part for pair in zip(payloads, pages, strict=False) for part in pair]
                 offset += _transfer(os.pwritev, fd, iovecs, offset)
             tail = aligned_bytes(round_up(geometry.index_bytes, PAGE))
             tail[-geometry.index_bytes :] = shard_index(geometry, lengths)
-            offset += _transfer(os.pwritev, fd, [tail], offset)
+            _transfer(os.pwritev, fd, [tail], offset)
         finally:
             os.close(fd)
-    return offset
+    return tuple(digests)
 
 
 class RowReader:
@@ -85,58 +118,65 @@ class RowReader:
 
     def __init__(self) -> None:
         self._scratch = aligned_bytes(PAGE).reshape(-1, PAGE)
+        self._sound_indexes: set[Path] = set()
 
     def read_row(
         self,
-        path: Path,
-        geometry: ShardGeometry,
-        lengths: Sequence[int],  # [n] real tokens of each row in this shard
-        samples: Sequence[int],  # [n] their sample numbers, for messages
+        shard: ShardFile,
         row: int,
         out: Bytes,  # [at least the row's chunks] page-aligned for O_DIRECT
     ) -> int:
         """Fill `out` with one row, zeros after its last chunk; returns the bytes read from disk.
 
         Raises DamageError, naming the file and the row's sample, unless every byte read is the byte that was written.
+        Where the row lies follows from the lengths, so a shard's index, which only other readers need, is checked when
+        this reader first meets the shard.
         """
+        geometry, live = shard.geometry, shard.geometry.live_chunks(shard.lengths[row])
         try:
-            fd = _open(path, os.O_RDONLY, direct=_aligned(out))
+            fd = _open(shard.path, os.O_RDONLY, direct=_aligned(out))
+            try:
+                index_bytes = self._check_size_and_index(fd, shard)
+                payloads = out[: live * geometry.chunk_bytes].reshape(live, geometry.chunk_bytes)
+                pages = self._pages(live)
+                iovecs = [part for pair in zip(payloads, pages, strict=True) for part in pair]
+                read = _transfer(os.preadv, fd, iovecs, shard.first_chunk[row] * geometry.chunk_span)
+            finally:
+                os.close(fd)
         except FileNotFoundError:
-            raise shard_damage(path, samples, "is missing") from None
-        try:
-            index_bytes = self._check_index(fd, path, geometry, lengths, samples)
-            live = geometry.live_chunks(lengths[row])
-            first = sum(geometry.live_chunks(length) for length in lengths[:row])
-            pages = self._pages(live)
-            iovecs = [part for chunk in range(live) for part in (_chunk(out, geometry, chunk), pages[chunk])]
-            read = _transfer(os.preadv, fd, iovecs, first * geometry.chunk_span)
-        finally:
-            os.close(fd)
+            raise shard_damage(shard.path, shard.samples, "is missing") from None
+        except OSError as error:
+            raise shard_damage(shard.path, shard.samples, f"cannot be read: {error.strerror}") from None
+        here = [shard.samples[row]]
         if read != live * geometry.chunk_span:
-            raise shard_damage(path, [samples[row]], f"ends after {read} bytes of row {row}")
-        for chunk in range(live):
-            stored = int(pages[chunk, :CHECKSUM_BYTES].view("<u4")[0])
-            if crc32c(_chunk(out, geometry, chunk)) != stored:
-                raise shard_damage(path, [samples[row]], f"fails the checksum of row {row}, chunk {chunk}")
+            raise shard_damage(shard.path, here, f"ends after {read} bytes of row {row}")
+        checksums = [crc32c(payload) for payload in payloads]
+        stored = pages[:, :CHECKSUM_BYTES].copy().view("<u4")[:, 0].tolist()
+        if checksums != stored:
+            wrong = next(i for i in range(live) if checksums[i] != stored[i])
+            raise shard_damage(shard.path, here, f"fails the checksum of row {row}, chunk {wrong}")
         if pages[:, CHECKSUM_BYTES:].any():
-            raise shard_damage(path, [samples[row]], f"has a gap that is not zero in row {row}")
+            raise shard_damage(shard.path, here, f"has a gap that is not zero in row {row}")
+        check_digest(shard, row, checksums)
         out[live * geometry.chunk_bytes :] = 0
         return read + index_bytes
 
-    def _check_index(
-        self, fd: int, path: Path, geometry: ShardGeometry, lengths: Sequence[int], samples: Sequence[int]
-    ) -> int:
-        expected_size, size = geometry.file_bytes(list(lengths)), os.fstat(fd).st_size
-        if size != expected_size:
-            raise shard_damage(path, samples, f"is {size} bytes long instead of {expected_size}")
-        nbytes = round_up(geometry.index_bytes, PAGE)
+    def _check_size_and_index(self, fd: int, shard: ShardFile) -> int:
+        size = os.fstat(fd).st_size
+        if size != shard.size:
+            raise shard_damage(shard.path, shard.samples, f"is {size} bytes long instead of {shard.size}")
+        if shard.path in self._sound_indexes:
+            return 0
+        index_bytes = shard.geometry.index_bytes
+        nbytes = round_up(index_bytes, PAGE)
         pages = self._pages(nbytes // PAGE)
         _transfer(os.preadv, fd, [pages.reshape(-1)], size - nbytes)
         found = pages.reshape(-1)
-        if found[: -geometry.index_bytes].any() or not np.array_equal(
-            found[-geometry.index_bytes :], shard_index(geometry, lengths)
+        if found[:-index_bytes].any() or not np.array_equal(
+            found[-index_bytes:], shard_index(shard.geometry, shard.lengths)
         ):
-            raise shard_damage(path, samples, "has a damaged index")
+            raise shard_damage(shard.path, shard.samples, "has a damaged index")
+        self._sound_indexes.add(shard.path)
         return nbytes
 
     def _pages(self, count: int) -> Bytes:
@@ -145,8 +185,10 @@ class RowReader:
         return self._scratch[:count]
 
 
-def _chunk(row: Bytes, geometry: ShardGeometry, chunk: int) -> Bytes:
-    return row[chunk * geometry.chunk_bytes : (chunk + 1) * geometry.chunk_bytes]
+def check_digest(shard: ShardFile, row: int, checksums: Sequence[int]) -> None:
+    """Raise DamageError unless chunks with these checksums are the row that the journal knows."""
+    if row_digest(checksums) != shard.digests[row]:
+        raise shard_damage(shard.path, [shard.samples[row]], f"holds in row {row} other data than was written there")
 
 
 def _checksum_bytes(data: Bytes) -> Bytes:

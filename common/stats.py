@@ -211,10 +211,10 @@ def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
 
 
 def _size(bucket: Bucket, shard: int) -> int:
-    path, (_, samples) = bucket.shard_path(shard), bucket.samples.rows(bucket.shard_rows(shard))
-    if not path.is_file():
-        raise shard_damage(path, samples, "is missing")
-    return path.stat().st_size
+    found = bucket.shard(shard)
+    if not found.path.is_file():
+        raise shard_damage(found.path, found.samples, "is missing")
+    return found.path.stat().st_size
 
 
 def _spread(count: int, most: int | None) -> list[int]:

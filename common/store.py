@@ -27,7 +27,7 @@ from draftcache.common.journal import JournalEntry, read_journal
 from draftcache.common.layout import CHUNK_TOKENS, ShardGeometry, row_stride
 from draftcache.common.manifest import MANIFEST_NAME, BucketSummary, Manifest, StoredFile, digest_file, read_manifest
 from draftcache.common.record import RecordSpec, fields_attribute
-from draftcache.common.shard import Bytes, RowReader, crc32c
+from draftcache.common.shard import Bytes, RowReader, ShardFile, check_digest, crc32c, shard_damage
 
 _SMALL_CHUNK_BYTES = 4 << 20
 
@@ -68,8 +68,11 @@ class Bucket:
         self.ceiling = summary.ceiling
         self.rows = summary.rows
         self.geometry = ShardGeometry(rows=summary.rows, ceiling=summary.ceiling, record_bytes=record.record_bytes)
+        self.committed: dict[int, JournalEntry] = {}
+        """What the journal says of this bucket's shards, by number; empty until `Store.read_journal`."""
         self._folder = store / bucket_path(summary.ceiling)
         self._digest = summary.digest
+        self._shards: dict[int, ShardFile] = {}
 
     @cached_property
     def samples(self) -> BucketSamples:
@@ -113,32 +116,55 @@ class Bucket:
         ours = [g.rows, g.stride, g.record_bytes], [1, CHUNK_TOKENS, g.record_bytes], ["bytes", "crc32c"]
         return (grid, chunks, codecs) == ours
 
+    def learn(self, committed: dict[int, JournalEntry]) -> None:
+        """Take over what the journal says."""
+        self.committed = committed
+        self._shards = {}
+
+    def shard(self, number: int) -> ShardFile:
+        """One shard as it must be. Raises DamageError unless the journal names it and agrees with the plan."""
+        found = self._shards.get(number)
+        if found is None:
+            found = self._shards[number] = self._shard(number)
+        return found
+
+    def _shard(self, number: int) -> ShardFile:
+        lengths, samples = self.samples.rows(self.shard_rows(number))
+        entry = self.committed.get(number)
+        path = self.shard_path(number)
+        if entry is None:
+            raise shard_damage(path, samples, "is not in the journal")
+        shard = ShardFile(
+            path=path, geometry=self.geometry, lengths=tuple(lengths), samples=tuple(samples), digests=entry.digests
+        )
+        if (len(entry.digests), entry.size) != (len(lengths), shard.size):
+            found = f"has {len(entry.digests)} rows in {entry.size} bytes by the journal"
+            raise shard_damage(path, samples, f"{found}, {len(lengths)} in {shard.size} by the plan")
+        return shard
+
     def read_row(self, reader: RowReader, row: int, out: Bytes) -> int:
-        """Fill `out` ([at least the row's chunks] uint8) with one row's records; returns bytes read.
+        """Fill `out` ([at least the row's chunks] uint8) with one row's records, every byte checked; returns bytes read.
 
-        Every byte of an aligned shard is checked. An array that another tool wrote anew is read through zarr-python,
-        which checks what that tool stored to be checked.
+        An array that another tool wrote anew is read through zarr-python, and held against the journal's digests too.
         """
-        if not self.aligned:
-            return self._read_foreign(row, out)
-        shard = row // self.rows
-        rows = self.shard_rows(shard)
-        lengths, numbers = self.samples.rows(rows)
-        return reader.read_row(self.shard_path(shard), self.geometry, lengths, numbers, row - rows.start, out)
+        shard, position = self.shard(row // self.rows), row % self.rows
+        return reader.read_row(shard, position, out) if self.aligned else self._read_foreign(shard, row, position, out)
 
-    def _read_foreign(self, row: int, out: Bytes) -> int:
-        tokens = self.samples.tokens(row)
+    def _read_foreign(self, shard: ShardFile, row: int, position: int, out: Bytes) -> int:
+        length = shard.lengths[position]
         try:
             array = zarr.open_array(str(self._folder / "records"), mode="r")
-            values = np.asarray(array[row, : tokens.stop - tokens.start])
+            values = np.asarray(array[row, :length])
         except Exception as error:  # zarr raises a dozen unrelated types
             raise DamageError(
-                f"{self._folder}/records: {first_line(error)} (sample {self.samples.samples[row]})",
+                f"{self._folder}/records: {first_line(error)} (sample {shard.samples[position]})",
                 needed="an array that zarr-python reads",
                 do="extract again",
             ) from None
         out[: values.size] = values.reshape(-1)
         out[values.size :] = 0
+        live, size = self.geometry.live_chunks(length), self.geometry.chunk_bytes
+        check_digest(shard, position, [crc32c(chunk) for chunk in out[: live * size].reshape(live, size)])
         return values.size
 
 
@@ -150,17 +176,28 @@ class Store:
         self.manifest = manifest
         self.buckets = {s.ceiling: Bucket(path, s, manifest.record) for s in manifest.buckets}
 
-    def committed(self) -> dict[tuple[int, int], JournalEntry]:
-        """The shards that exist, by (ceiling, shard)."""
-        return {(e.bucket, e.shard): e for e in read_journal(self.path)}
+    def read_journal(self) -> None:
+        """Learn which shards exist. Raises DamageError for a damaged journal, or one that names a stranger."""
+        found: dict[int, dict[int, JournalEntry]] = {ceiling: {} for ceiling in self.buckets}
+        for entry in read_journal(self.path):
+            bucket = self.buckets.get(entry.bucket)
+            if bucket is None or entry.shard >= bucket.shard_count:
+                raise DamageError(
+                    f"{self.path}: the journal names shard {entry.shard} of bucket {entry.bucket}, which is not planned",
+                    needed="the journal of this store",
+                    do="delete its folder and run `draftcache extract --resume`, which then writes every shard again",
+                )
+            found[entry.bucket][entry.shard] = entry
+        for ceiling, bucket in self.buckets.items():
+            bucket.learn(found[ceiling])
 
     def check_complete(self) -> None:
         """Raise StoreError unless the journal names every shard."""
-        expected = {(c, shard) for c, bucket in self.buckets.items() for shard in range(bucket.shard_count)}
-        missing = expected - set(self.committed())
-        if missing:
+        expected = sum(bucket.shard_count for bucket in self.buckets.values())
+        held = sum(len(bucket.committed) for bucket in self.buckets.values())
+        if held < expected:
             raise StoreError(
-                f"{self.path} holds {len(expected) - len(missing)} of {len(expected)} shards",
+                f"{self.path} holds {held} of {expected} shards",
                 needed="a finished extraction",
                 do="run `draftcache extract --resume` with the first run's settings",
             )
@@ -169,6 +206,7 @@ class Store:
 def open_store(path: Path) -> Store:
     """Open a store for reading. Raises StoreError if it is none, of another layout, or not finished."""
     store = Store(path, read_manifest(path))
+    store.read_journal()
     store.check_complete()
     return store
 

@@ -11,10 +11,9 @@ from tqdm import tqdm
 from draftcache.common.errors import DamageError
 from draftcache.common.files import PARTIAL_SUFFIX
 from draftcache.common.journal import FOLDER as JOURNAL_FOLDER
-from draftcache.common.journal import JournalEntry
 from draftcache.common.manifest import MANIFEST_NAME, check_file, read_manifest
 from draftcache.common.memory import aligned_bytes
-from draftcache.common.shard import Bytes, RowReader, shard_damage
+from draftcache.common.shard import Bytes, RowReader
 from draftcache.common.store import Bucket, Store
 
 THREADS = 4
@@ -68,7 +67,7 @@ def check_shards(store: Store, title: str) -> Iterator[CheckedShard]:
 
     Raises DamageError if the journal, or the ids that say what a shard must hold, are damaged themselves.
     """
-    committed = store.committed()
+    store.read_journal()
     work = [(bucket, shard) for bucket in store.buckets.values() for shard in range(bucket.shard_count)]
     longest = max(bucket.geometry.row_bytes for bucket in store.buckets.values())
     scratch: SimpleQueue[tuple[RowReader, Bytes]] = SimpleQueue()
@@ -79,7 +78,7 @@ def check_shards(store: Store, title: str) -> Iterator[CheckedShard]:
         bucket, shard = item
         reader, out = scratch.get()
         try:
-            return _check_shard(bucket, shard, committed.get((bucket.ceiling, shard)), reader, out)
+            return _check_shard(bucket, shard, reader, out)
         finally:
             scratch.put((reader, out))
 
@@ -89,23 +88,14 @@ def check_shards(store: Store, title: str) -> Iterator[CheckedShard]:
             yield result
 
 
-def _check_shard(bucket: Bucket, shard: int, entry: JournalEntry | None, reader: RowReader, out: Bytes) -> CheckedShard:
-    rows = bucket.shard_rows(shard)
-    lengths, samples = bucket.samples.rows(rows)
-    size = bucket.geometry.file_bytes(lengths)
+def _check_shard(bucket: Bucket, shard: int, reader: RowReader, out: Bytes) -> CheckedShard:
     read, damage = 0, None
-    if entry is None:
-        damage = shard_damage(bucket.shard_path(shard), samples, "is not in the journal")
-    elif (entry.rows, entry.size) != (len(rows), size):
-        found = f"has {entry.rows} rows in {entry.size} bytes by the journal, {len(rows)} in {size} by the plan"
-        damage = shard_damage(bucket.shard_path(shard), samples, found)
-    else:
-        try:
-            for row in rows:
-                live = bucket.geometry.live_chunks(lengths[row - rows.start])
-                read += bucket.read_row(reader, row, out[: live * bucket.geometry.chunk_bytes])
-        except DamageError as error:
-            damage = error
+    try:
+        lengths = bucket.shard(shard).lengths
+        for row, length in zip(bucket.shard_rows(shard), lengths, strict=True):
+            read += bucket.read_row(reader, row, out[: bucket.geometry.live_chunks(length) * bucket.geometry.chunk_bytes])
+    except DamageError as error:
+        damage = error
     return CheckedShard(bucket=bucket.ceiling, shard=shard, bytes_read=read, damage=damage)
 
 

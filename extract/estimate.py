@@ -117,6 +117,7 @@ def _fixed_files(plan: Plan, target: Path) -> list[int]:
     files = (*written, *copied, StoredFile(name=PARTS_PATH, size=parts + _SAFETENSORS_HEADER_BYTES, digest="0" * 64))
     whole = configs.to_dict(dataclasses.replace(manifest, files=files)) | {"checksum": "0" * 64}
     journal = sum(
-        len(journal_line(JournalEntry(bucket=b.ceiling, shard=b.shard, rows=b.count, size=10**9))) for b in plan.batches
+        len(journal_line(JournalEntry(bucket=b.ceiling, shard=b.shard, size=10**9, digests=(10**9,) * b.count)))
+        for b in plan.batches
     )
     return [*(file.size for file in files), len(json.dumps(whole, indent=2)) + 1, journal]

@@ -57,8 +57,9 @@ class Writer:
             self._thread.shutdown(wait=True)
 
     def _commit(self, batch: Batch, bucket: Bucket, host: Bytes, lengths: list[int]) -> None:
-        size = write_shard(bucket.shard_path(batch.shard), bucket.geometry, host, lengths)
-        self._journal.append(JournalEntry(bucket=batch.ceiling, shard=batch.shard, rows=batch.count, size=size))
+        digests = write_shard(bucket.shard_path(batch.shard), bucket.geometry, host, lengths)
+        size = bucket.geometry.file_bytes(lengths)
+        self._journal.append(JournalEntry(bucket=batch.ceiling, shard=batch.shard, size=size, digests=digests))
 
     def _finish_oldest(self) -> None:
         future, buffer = self._pending.popleft()
