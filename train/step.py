@@ -21,10 +21,14 @@ from draftcache.common.record import RecordSpec
 from draftcache.common.target import TargetParts
 from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
 from draftcache.train.attention import FlexAttention, GroupedAttention
+from draftcache.train.backbone import Backbone
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
+from draftcache.train.chunked_loss import chunked_loss
 from draftcache.train.drafter import Drafter
-from draftcache.train.loss import LossConfig, LossInputs, LossSums, chunked_loss
+from draftcache.train.head import Fp8Head, FrozenHead, Head
+from draftcache.train.loss import LossConfig, LossInputs, LossSums
 from draftcache.train.optim import Optimizer
+from draftcache.train.weights import ComputeWeights
 
 _HEAD_SUMS = ("loss", "weight", "accepted", "blocks")
 _WARMUP_RUNS = 2
@@ -37,7 +41,8 @@ class StepConfig:
     anchors: int  # per micro-batch
     seed: int
     log_rows: int  # steps whose metrics the device holds before the host fetches them
-    dtype: torch.dtype  # of products and activations
+    dtype: torch.dtype  # of activations
+    matmul: str = "bf16"  # "fp8": products with the head in 8 bits
 
 
 class Stepper(Protocol):
@@ -64,11 +69,14 @@ class EagerStep:
         loss: LossConfig,
         config: StepConfig,
     ) -> None:
-        self._drafter = drafter
+        self._drafter = drafter.config
         self._optimizer = optimizer
+        self._weights = ComputeWeights(optimizer.parameters, optimizer.gradients, config.dtype)
+        self._backbone = Backbone(drafter, self._weights)
         self._embedding = parts.embedding.to(config.dtype)
         tied = parts.head is parts.embedding
-        self._head = self._embedding if tied else parts.head.to(config.dtype)
+        head = self._embedding if tied else parts.head.to(config.dtype)
+        self._head: FrozenHead = Fp8Head(head) if config.matmul == "fp8" else Head(head)
         self._record = record
         self._loss = loss
         self._config = config
@@ -87,9 +95,7 @@ class EagerStep:
     def micro_step(self, batch: FlatBatch) -> None:
         """See Stepper."""
         anchors, keep = draw_anchors(batch, self._config.seed, self._config.anchors)
-        blocks = lay_out_blocks(
-            batch, anchors, keep, self._drafter.config.block_size, self._drafter.config.mask_token_id
-        )
+        blocks = lay_out_blocks(batch, anchors, keep, self._drafter.block_size, self._drafter.mask_token_id)
         sums = self._forward(batch, blocks)
         sums.loss.backward()
         heads = torch.stack([sums.loss.detach(), sums.weight, sums.accepted, sums.blocks])
@@ -98,10 +104,15 @@ class EagerStep:
     def update(self) -> None:
         """See Stepper."""
         self._optimizer.update(self._sums[1].float())
+        self._weights.refresh()
         row = torch.stack([t.double() for t in self._scalars()])
         self.log.index_copy_(0, self._log_index, torch.cat([row, self._sums])[None])
         self._log_index.copy_((self._log_index + 1) % self._config.log_rows)
         self._sums.zero_()
+
+    def refresh_weights(self) -> None:
+        """Follow the masters; needed after weights were loaded into them."""
+        self._weights.refresh()
 
     def clear_gradients(self) -> None:
         """Forget what the window has summed so far."""
@@ -112,11 +123,10 @@ class EagerStep:
 
     def _forward(self, batch: FlatBatch, blocks: Blocks) -> LossSums:
         taps = read_taps(batch.records, self._record, self._config.dtype)
-        context = self._drafter.context_keys(taps, batch.positions)
         kind = FlexAttention if taps.is_cuda else GroupedAttention
-        attention = kind(blocks, batch.tokens, self._drafter.config.rules)
+        attention = kind(blocks, batch.tokens, self._drafter.rules)
         embedded = self._embedding[blocks.input_ids.flatten()]
-        hidden = self._drafter(embedded, blocks.positions.flatten(), context, attention)
+        hidden = self._backbone(embedded, blocks.positions.flatten(), taps, batch.positions, attention)
         trained = hidden.view(*blocks.labels.shape, -1)[:, 1:]
         rows = blocks.teacher_rows[:, 1:]
         inputs = LossInputs(

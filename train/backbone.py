@@ -1,0 +1,131 @@
+"""The drafter's forward pass as training runs it: the network of `drafter.py` on the step's own products.
+
+Same weights, same formulas, fewer passes over memory: query, key and value are one product, gate and up another,
+residuals are added inside products. `Drafter` itself is the plain twin.
+
+Legend: T context tokens, Q block slots, K taps, H width, N / M query / key heads, d head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftcache.train.attention import Attention, Visibility
+from draftcache.train.drafter import Drafter, DrafterConfig, Layer, Linear, RMSNorm
+from draftcache.train.linear import (
+    Matrix,
+    Norm,
+    gated_linear,
+    linear,
+    norm_linear,
+    normed,
+    normed_and_rotated,
+)
+from draftcache.train.weights import ComputeWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotation tables of one set of positions, [S, d / 2] float32 each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """A layer's weights, as its products read them."""
+
+    rule: Visibility
+    input_norm: Norm
+    query_key_value: Matrix
+    key_value: Matrix  # rows of the one above, for the context
+    query_norm: Norm
+    key_norm: Norm
+    out: Matrix
+    post_norm: Norm
+    gate_up: Matrix
+    down: Matrix
+
+
+class Backbone:
+    """The drafter on its compute weights."""
+
+    def __init__(self, drafter: Drafter, weights: ComputeWeights) -> None:
+        self._config = drafter.config
+        self._weights = weights
+        self._fc = self._matrix(drafter.fc)
+        self._context_norm = self._norm(drafter.hidden_norm)
+        self._layers = [
+            self._layer(layer, drafter.config.rule(kind))
+            for layer, kind in zip(drafter.layers, drafter.config.layer_types, strict=True)
+        ]
+        self._final_norm = self._norm(drafter.norm)
+
+    def __call__(
+        self,
+        embedded: Tensor,  # [Q, H], the slots' input embeddings
+        positions: Tensor,  # [Q]
+        taps: Tensor,  # [T, K * H], raw
+        context_positions: Tensor,  # [T]
+        attention: Attention,
+    ) -> Tensor:  # [Q, H], ready for the target's head
+        """Hidden states of the block slots."""
+        context = normed(linear(taps, self._fc), self._context_norm)
+        context_rotary, rotary = rotary_tables(context_positions, self._config), rotary_tables(positions, self._config)
+        x = embedded
+        for layer in self._layers:
+            context_key, context_value = self._keys(linear(context, layer.key_value), layer, context_rotary)
+            x = self._run(layer, x, rotary, context_key, context_value, attention)
+        return normed(x, self._final_norm)
+
+    def _run(
+        self, layer: _Layer, x: Tensor, rotary: Rotary, context_key: Tensor, context_value: Tensor, attention: Attention
+    ) -> Tensor:
+        width = self._config.num_heads * self._config.head_dim
+        joint = norm_linear(x, layer.input_norm, layer.query_key_value)
+        query, key_value = joint[:, :width], joint[:, width:]
+        query = normed_and_rotated(self._heads(query), layer.query_norm, rotary.cos, rotary.sin)
+        key, value = self._keys(key_value, layer, rotary)
+        mixed = attention(query, torch.cat([context_key, key]), torch.cat([context_value, value]), layer.rule)
+        x = linear(mixed.flatten(1), layer.out, residual=x)
+        return gated_linear(norm_linear(x, layer.post_norm, layer.gate_up), layer.down, residual=x)
+
+    def _keys(self, key_value: Tensor, layer: _Layer, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, [S, M, d] each, of a joint projection [S, 2 * M * d]."""
+        key, value = (self._heads(part) for part in key_value.chunk(2, dim=-1))
+        return normed_and_rotated(key, layer.key_norm, rotary.cos, rotary.sin), value
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self._config.head_dim)
+
+    def _layer(self, layer: Layer, rule: Visibility) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return _Layer(
+            rule=rule,
+            input_norm=self._norm(layer.input_layernorm),
+            query_key_value=self._matrix(attention.q_proj, attention.k_proj, attention.v_proj),
+            key_value=self._matrix(attention.k_proj, attention.v_proj),
+            query_norm=self._norm(attention.q_norm),
+            key_norm=self._norm(attention.k_norm),
+            out=self._matrix(attention.o_proj),
+            post_norm=self._norm(layer.post_attention_layernorm),
+            gate_up=self._matrix(mlp.gate_proj, mlp.up_proj),
+            down=self._matrix(mlp.down_proj),
+        )
+
+    def _norm(self, norm: RMSNorm) -> Norm:
+        return Norm(self._weights.weight(norm.weight), norm.eps)
+
+    def _matrix(self, *layers: Linear) -> Matrix:
+        biases = [layer.bias for layer in layers if isinstance(layer.bias, nn.Parameter)]
+        weight = self._weights.weight(*(layer.weight for layer in layers))
+        return Matrix(weight, self._weights.weight(*biases) if biases else None)
+
+
+def rotary_tables(positions: Tensor, config: DrafterConfig) -> Rotary:
+    """The rotation of [S] positions."""
+    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
+    angles = positions.float()[:, None] * config.rope_theta**-exponent
+    return Rotary(angles.cos(), angles.sin())
