@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from tabulate import tabulate
-from torch import Tensor
 
 from draftcache.benchmarks.rows import append_row
 from draftcache.benchmarks.step_cases import DEVICE, FULL_SCALE, GEOMETRIES, Built, Geometry, build, random_batch
@@ -45,9 +44,9 @@ class Product:
     float8: bool = False
 
     @property
-    def operations(self) -> float:
+    def operations(self) -> int:
         """Multiplications and additions of all of them."""
-        return 2.0 * self.rows * self.columns * self.inner * self.count
+        return 2 * self.rows * self.columns * self.inner * self.count
 
 
 def products(g: Geometry, teacher: str, matmul: str) -> list[Product]:
@@ -104,7 +103,7 @@ def seconds(work: Callable[[], object], repeat: int = 5, inner: int = 4) -> floa
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1000 / inner)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def floor_seconds(g: Geometry, teacher: str, matmul: str, attention_operations: float) -> float:
@@ -123,7 +122,7 @@ def floor_seconds(g: Geometry, teacher: str, matmul: str, attention_operations: 
     return total
 
 
-def visible_pairs(batch: FlatBatch, g: Geometry) -> float:
+def visible_pairs(g: Geometry) -> float:
     """Query-key pairs that attention must compute per layer: each slot's share of its prefix, and its own block."""
     length = g.document
     mean_prefix = (length * 0.3 + length) / 2
@@ -174,7 +173,7 @@ def run_case(name: str, geometry_name: str, teacher: str, matmul: str) -> None:
     }
     losses = built.step.log[: WARM + TIMED, log_row_names(g.block_size).index("loss")].tolist()
     assert all(0 < loss < float("inf") for loss in losses), f"losses {losses}"
-    attention = visible_pairs(batch, g) * g.layers * 4 * g.heads * g.head_dim * 3.5
+    attention = visible_pairs(g) * g.layers * 4 * g.heads * g.head_dim * 3.5
     del stepper, built, batch
     torch.cuda.empty_cache()
     floor = floor_seconds(g, teacher, matmul, attention)
