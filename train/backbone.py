@@ -1,7 +1,8 @@
 """The drafter's forward pass as training runs it: the network of `drafter.py` on the step's own products.
 
 Same weights, same formulas, fewer passes over memory: query, key and value are one product, gate and up another,
-residuals are added inside products. `Drafter` itself is the plain twin.
+residuals are added inside products, and the first
+layer projects A + 1 different inputs, not Q equal ones. `Drafter` itself is the plain twin.
 
 Legend: T context tokens, Q block slots, K taps, H width, N / M query / key heads, d head width.
 """
@@ -39,7 +40,7 @@ class _Layer:
 
     rule: Visibility
     input_norm: Norm
-    query_key_value: Matrix
+    joint: Matrix  # query, key and value
     key_value: Matrix  # rows of the one above, for the context
     query_norm: Norm
     key_norm: Norm
@@ -65,32 +66,45 @@ class Backbone:
 
     def __call__(
         self,
-        embedded: Tensor,  # [Q, H], the slots' input embeddings
-        positions: Tensor,  # [Q]
+        distinct: Tensor,  # [1 + A, H], input embeddings: the mask token's, then each anchor's
+        positions: Tensor,  # [A, B]
         taps: Tensor,  # [T, K * H], raw
         context_positions: Tensor,  # [T]
         attention: Attention,
     ) -> Tensor:  # [Q, H], ready for the target's head
         """Hidden states of the block slots."""
         context = normed(linear(taps, self._fc), self._context_norm)
-        context_rotary, rotary = rotary_tables(context_positions, self._config), rotary_tables(positions, self._config)
-        x = embedded
-        for layer in self._layers:
+        context_rotary = rotary_tables(context_positions, self._config)
+        rotary = rotary_tables(positions.flatten(), self._config)
+        size = positions.shape[1]
+        joint, x = (
+            _spread(rows, size) for rows in norm_linear(distinct, self._layers[0].input_norm, self._layers[0].joint)
+        )
+        for number, layer in enumerate(self._layers):
+            if number:
+                joint, x = norm_linear(x, layer.input_norm, layer.joint)
             context_key, context_value = self._keys(linear(context, layer.key_value), layer, context_rotary)
-            x = self._run(layer, x, rotary, context_key, context_value, attention)
+            x = self._run(layer, joint, x, rotary, context_key, context_value, attention)
         return normed(x, self._final_norm)
 
     def _run(
-        self, layer: _Layer, x: Tensor, rotary: Rotary, context_key: Tensor, context_value: Tensor, attention: Attention
-    ) -> Tensor:
+        self,
+        layer: _Layer,
+        joint: Tensor,  # [Q, (N + 2 M) * d]
+        x: Tensor,  # [Q, H]
+        rotary: Rotary,
+        context_key: Tensor,  # [T, M, d]
+        context_value: Tensor,  # [T, M, d]
+        attention: Attention,
+    ) -> Tensor:  # [Q, H]
         width = self._config.num_heads * self._config.head_dim
-        joint = norm_linear(x, layer.input_norm, layer.query_key_value)
-        query, key_value = joint[:, :width], joint[:, width:]
+        query, key_value = joint.split([width, joint.shape[1] - width], dim=1)
         query = normed_and_rotated(self._heads(query), layer.query_norm, rotary.cos, rotary.sin)
         key, value = self._keys(key_value, layer, rotary)
         mixed = attention(query, torch.cat([context_key, key]), torch.cat([context_value, value]), layer.rule)
         x = linear(mixed.flatten(1), layer.out, residual=x)
-        return gated_linear(norm_linear(x, layer.post_norm, layer.gate_up), layer.down, residual=x)
+        gate_up, x = norm_linear(x, layer.post_norm, layer.gate_up)
+        return gated_linear(gate_up, layer.down, residual=x)
 
     def _keys(self, key_value: Tensor, layer: _Layer, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, [S, M, d] each, of a joint projection [S, 2 * M * d]."""
@@ -105,7 +119,7 @@ class Backbone:
         return _Layer(
             rule=rule,
             input_norm=self._norm(layer.input_layernorm),
-            query_key_value=self._matrix(attention.q_proj, attention.k_proj, attention.v_proj),
+            joint=self._matrix(attention.q_proj, attention.k_proj, attention.v_proj),
             key_value=self._matrix(attention.k_proj, attention.v_proj),
             query_norm=self._norm(attention.q_norm),
             key_norm=self._norm(attention.k_norm),
@@ -122,6 +136,16 @@ class Backbone:
         biases = [layer.bias for layer in layers if isinstance(layer.bias, nn.Parameter)]
         weight = self._weights.weight(*(layer.weight for layer in layers))
         return Matrix(weight, self._weights.weight(*biases) if biases else None)
+
+
+def _spread(
+    rows: Tensor,  # [1 + A, n]: the mask token's, then each anchor's
+    block_size: int,
+) -> Tensor:  # [Q, n]
+    """Rows of distinct inputs at the slots that have them: the anchor's at slot 0, the mask token's at all others."""
+    anchors = len(rows) - 1
+    masks = rows[0].expand(anchors, block_size - 1, -1)
+    return torch.cat([rows[1:, None], masks], dim=1).flatten(0, 1)
 
 
 def rotary_tables(positions: Tensor, config: DrafterConfig) -> Rotary:

@@ -1,7 +1,7 @@
 """Products of the step: weight gradients land in the float32 buffer, and pointwise inputs are computed twice, not kept.
 
     linear         y = x W'
-    norm_linear    y = rms_norm(x) W'
+    norm_linear    y = rms_norm(x) W', and x for the residual path
     gated_linear   y = swiglu(x) W' + residual
 
 A weight's gradient is one product that accumulates in float32 where the weight's gradient lives: no bfloat16 gradient
@@ -57,10 +57,10 @@ def norm_linear(
     x: Tensor,  # [S, n]
     norm: Norm,
     matrix: Matrix,
-) -> Tensor:  # [S, m]
-    """rms_norm(x) W' + bias; keeps x."""
-    y: Tensor = _NormLinear.apply(x, matrix.weight.parameter, norm, matrix)  # type: ignore[no-untyped-call]
-    return y
+) -> tuple[Tensor, Tensor]:  # [S, m], and x [S, n]
+    """rms_norm(x) W' + bias, and x itself: the residual path's gradient then comes back here and costs no pass."""
+    y, same = _NormLinear.apply(x, matrix.weight.parameter, norm, matrix)  # type: ignore[no-untyped-call]
+    return y, same
 
 
 def gated_linear(
@@ -111,18 +111,18 @@ class _Linear(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _asks: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _asks: Tensor, norm: Norm, matrix: Matrix) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x)
         ctx.norm, ctx.matrix = norm, matrix
-        return _product(rms_norm(x, norm.scale.value, norm.eps), matrix, None)
+        return _product(rms_norm(x, norm.scale.value, norm.eps), matrix, None), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        (gradient,) = gradients
+        gradient, residual = gradients
         norm, matrix = ctx.norm, ctx.matrix
         _add_weight_gradient(matrix, gradient, rms_norm(x, norm.scale.value, norm.eps))
-        dx, d_scale = rms_norm_backward(_input_gradient(gradient, matrix), x, norm.scale.value, norm.eps)
+        dx, d_scale = rms_norm_backward(_input_gradient(gradient, matrix), x, norm.scale.value, norm.eps, residual)
         norm.scale.gradient.add_(d_scale)
         return dx, None, None, None
 
@@ -138,8 +138,9 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         (gradient,) = gradients
-        _add_weight_gradient(ctx.matrix, gradient, swiglu(gate_up))
-        return swiglu_backward(_input_gradient(gradient, ctx.matrix), gate_up), gradient, None, None
+        d_gate_up, inner = swiglu_backward(_input_gradient(gradient, ctx.matrix), gate_up)
+        _add_weight_gradient(ctx.matrix, gradient, inner)
+        return d_gate_up, gradient, None, None
 
 
 class _Norm(torch.autograd.Function):

@@ -29,10 +29,11 @@ def rms_norm_backward(
     x: Tensor,  # [..., n]
     scale: Tensor,  # [n]
     eps: float,
+    residual: Tensor | None = None,  # [..., n]
 ) -> tuple[Tensor, Tensor]:  # d x [..., n], d scale [n] float32
-    """Gradients of `rms_norm`."""
+    """Gradients of `rms_norm`; `residual`, another gradient of x, is added to the first."""
     dx, d_scale = _norm_gradients(gradient.float(), x.float(), scale.float(), eps)
-    return dx.to(x.dtype), d_scale
+    return (dx if residual is None else dx + residual.float()).to(x.dtype), d_scale
 
 
 @fused
@@ -79,12 +80,13 @@ def swiglu(
 def swiglu_backward(
     gradient: Tensor,  # [S, I]
     gate_up: Tensor,  # [S, 2 I]
-) -> Tensor:  # [S, 2 I]
-    """Gradient of `swiglu`."""
+) -> tuple[Tensor, Tensor]:  # d gate_up [S, 2 I], and swiglu(gate_up) [S, I] again
+    """Gradient of `swiglu`, which is computed anew on the way."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     sigmoid, d = gate.sigmoid(), gradient.float()
+    silu = gate * sigmoid
     d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat([d_gate, d * gate * sigmoid], dim=-1).to(gate_up.dtype)
+    return torch.cat([d_gate, d * silu], dim=-1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
 def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,7 @@ class EagerStep:
         self._loss = loss
         self._config = config
         device = parts.embedding.device
+        self._mask_token = torch.full((1,), drafter.config.mask_token_id, device=device)
         slots = drafter.config.block_size - 1
         self._sums = torch.zeros(len(_HEAD_SUMS) + 2 * slots, dtype=torch.float64, device=device)
         self.log = torch.zeros(config.log_rows, 3 + self._sums.numel(), dtype=torch.float64, device=device)
@@ -125,8 +126,8 @@ class EagerStep:
         taps = read_taps(batch.records, self._record, self._config.dtype)
         kind = FlexAttention if taps.is_cuda else GroupedAttention
         attention = kind(blocks, batch.tokens, self._drafter.rules)
-        embedded = self._embedding[blocks.input_ids.flatten()]
-        hidden = self._backbone(embedded, blocks.positions.flatten(), taps, batch.positions, attention)
+        distinct = self._embedding[torch.cat([self._mask_token, blocks.input_ids[:, 0]])]
+        hidden = self._backbone(distinct, blocks.positions, taps, batch.positions, attention)
         trained = hidden.view(*blocks.labels.shape, -1)[:, 1:]
         rows = blocks.teacher_rows[:, 1:]
         inputs = LossInputs(
