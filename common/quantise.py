@@ -70,10 +70,7 @@ def dequantise(
 ) -> Tensor:  # [..., n]
     """Decode on the values' device."""
     scale = (codes.int() << 23).view(torch.float32)
-    if form is MXFP8:
-        plain = values.view(torch.float8_e4m3fn).float()
-    else:
-        plain = _decode_e2m1(values)
+    plain = values.view(torch.float8_e4m3fn).float() if form is MXFP8 else _decode_e2m1(values)
     decoded: Tensor = (plain.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
     return decoded.to(dtype)
 
@@ -83,7 +80,7 @@ def _decode_e2m1(values: Tensor) -> Tensor:
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     normal = ((exponent + 126) << 23 | mantissa << 22).view(torch.float32)
     magnitude = torch.where(exponent == 0, 0.5 * mantissa, normal)
-    return torch.where(codes >= 8, -magnitude, magnitude)
+    return (magnitude.view(torch.int32) | (codes >> 3) << 31).view(torch.float32)
 
 
 def quantise_numpy(x: npt.NDArray[np.float32], form: Format) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:

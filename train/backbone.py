@@ -1,8 +1,8 @@
 """The drafter's forward pass as training runs it: the network of `drafter.py` on the step's own products.
 
 Same weights, same formulas, fewer passes over memory: query, key and value are one product, gate and up another,
-residuals are added inside products, and the first
-layer projects A + 1 different inputs, not Q equal ones. `Drafter` itself is the plain twin.
+residuals are added inside products, and the first layer projects A + 1 different inputs, not Q equal ones. `Drafter`
+itself is the plain twin.
 
 Legend: T context tokens, Q block slots, K taps, H width, N / M query / key heads, d head width.
 """
@@ -101,7 +101,7 @@ class Backbone:
         query, key_value = joint.split([width, joint.shape[1] - width], dim=1)
         query = normed_and_rotated(self._heads(query), layer.query_norm, rotary.cos, rotary.sin)
         key, value = self._keys(key_value, layer, rotary)
-        mixed = attention(query, torch.cat([context_key, key]), torch.cat([context_value, value]), layer.rule)
+        mixed = attention(query, _joined(context_key, key), _joined(context_value, value), layer.rule)
         x = linear(mixed.flatten(1), layer.out, residual=x)
         gate_up, x = norm_linear(x, layer.post_norm, layer.gate_up)
         return gated_linear(gate_up, layer.down, residual=x)
@@ -146,6 +146,14 @@ def _spread(
     anchors = len(rows) - 1
     masks = rows[0].expand(anchors, block_size - 1, -1)
     return torch.cat([rows[1:, None], masks], dim=1).flatten(0, 1)
+
+
+def _joined(
+    context: Tensor,  # [T, M, d]
+    block: Tensor,  # [Q, M, d]
+) -> Tensor:  # [T + Q, M, d], head after head in memory
+    """Context followed by block, laid out as attention reads it."""
+    return torch.cat([context.transpose(0, 1), block.transpose(0, 1)], dim=1).transpose(0, 1)
 
 
 def rotary_tables(positions: Tensor, config: DrafterConfig) -> Rotary:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftcache.train.loss_rows import RowStatistics
 
-_STATISTICS_BLOCK = 8192
+_STATISTICS_BLOCK = 2048
 _DIFFERENCE_BLOCK = 4096
 
 
@@ -34,7 +34,7 @@ def row_statistics(logits: Tensor, teacher_logits: Tensor | None) -> RowStatisti
         vocabulary,
         HAS_TEACHER=teacher_logits is not None,
         BLOCK=_STATISTICS_BLOCK,
-        num_warps=16,
+        num_warps=8,
     )
     if teacher_logits is None:
         return RowStatistics(log_normaliser, best)
@@ -81,36 +81,38 @@ def _statistics_kernel(
     row = tl.program_id(0)
     start_of_row = row.to(tl.int64) * vocabulary
     z_max = float("-inf")
-    z_sum = 0.0
-    best = tl.full((), 0, tl.int64)
     t_max = float("-inf")
-    t_sum = 0.0
-    cross = 0.0  # sum exp(t - t_max) (t - z)
+    z_sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    t_sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    cross = tl.zeros((BLOCK,), dtype=tl.float32)  # sums of exp(t - t_max) (t - z)
+    highest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    at = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
         z = tl.load(z_ptr + start_of_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        block_max, block_best = tl.max(z, axis=0, return_indices=True)
-        if block_max > z_max:
-            best = (start + block_best).to(tl.int64)
-        new_max = tl.maximum(z_max, block_max)
-        z_sum = z_sum * tl.exp(z_max - new_max) + tl.sum(tl.exp(z - new_max), axis=0)
+        at = tl.where(z > highest, columns, at)
+        highest = tl.maximum(highest, z)
+        new_max = tl.maximum(z_max, tl.max(z, axis=0))
+        z_sums = z_sums * tl.exp(z_max - new_max) + tl.exp(z - new_max)
         z_max = new_max
         if HAS_TEACHER:
             t = tl.load(t_ptr + start_of_row + columns, mask=inside, other=float("-inf")).to(tl.float32)
             new_max = tl.maximum(t_max, tl.max(t, axis=0))
             rescale = tl.exp(t_max - new_max)
             e = tl.exp(t - new_max)
-            t_sum = t_sum * rescale + tl.sum(e, axis=0)
-            cross = cross * rescale + tl.sum(tl.where(inside, e * (t - z), 0.0), axis=0)
+            t_sums = t_sums * rescale + e
+            cross = cross * rescale + tl.where(inside, e * (t - z), 0.0)
             t_max = new_max
-    log_normaliser = z_max + tl.log(z_sum)
+    log_normaliser = z_max + tl.log(tl.sum(z_sums, axis=0))
+    best = tl.min(tl.where(highest == z_max, at, vocabulary), axis=0)
     tl.store(log_normaliser_ptr + row, log_normaliser)
-    tl.store(best_ptr + row, best)
+    tl.store(best_ptr + row, best.to(tl.int64))
     if HAS_TEACHER:
+        t_sum = tl.sum(t_sums, axis=0)
         teacher_log_normaliser = t_max + tl.log(t_sum)
         tl.store(teacher_log_normaliser_ptr + row, teacher_log_normaliser)
-        tl.store(divergence_ptr + row, cross / t_sum - teacher_log_normaliser + log_normaliser)
+        tl.store(divergence_ptr + row, tl.sum(cross, axis=0) / t_sum - teacher_log_normaliser + log_normaliser)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ Legend: n rows, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,8 @@ def row_statistics(
     teacher_logits: Tensor | None,  # [n, V]
 ) -> RowStatistics:
     """Normalisers, arg max, and the divergence from a teacher if there is one."""
-    if logits.is_cuda:
-        from draftcache.train import loss_kernels  # Triton exists only beside CUDA
-
-        return loss_kernels.row_statistics(logits, teacher_logits)
-    return plain_row_statistics(logits, teacher_logits)
+    run = _kernels().row_statistics if logits.is_cuda else plain_row_statistics
+    return run(logits, teacher_logits)
 
 
 def write_difference(
@@ -43,12 +41,8 @@ def write_difference(
     out: Tensor,  # [n, V], written; may be `logits` itself
 ) -> None:
     """out = factor * (coefficient * softmax(z) - softmax(teacher's z)); without a teacher, only the first term."""
-    if logits.is_cuda:
-        from draftcache.train import loss_kernels  # Triton exists only beside CUDA
-
-        loss_kernels.write_difference(logits, statistics, coefficients, teacher_logits, factor, out)
-    else:
-        plain_write_difference(logits, statistics, coefficients, teacher_logits, factor, out)
+    run = _kernels().write_difference if logits.is_cuda else plain_write_difference
+    run(logits, statistics, coefficients, teacher_logits, factor, out)
 
 
 def plain_row_statistics(logits: Tensor, teacher_logits: Tensor | None) -> RowStatistics:
@@ -78,3 +72,10 @@ def plain_write_difference(
         assert statistics.teacher_log_normaliser is not None, "statistics made without the teacher's logits"
         difference -= torch.exp(teacher_logits.float() - statistics.teacher_log_normaliser[:, None])
     out.copy_(difference.mul_(factor))
+
+
+def _kernels() -> Any:
+    """Triton exists only beside CUDA."""
+    from draftcache.train import loss_kernels
+
+    return loss_kernels
