@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from draftcache.train.pointwise import (
-    norm_rotate,
-    norm_rotate_backward,
     rms_norm,
     rms_norm_backward,
     swiglu,
@@ -79,17 +77,6 @@ def normed(
 ) -> Tensor:  # [..., n]
     """rms_norm(x); keeps x."""
     y: Tensor = _Norm.apply(x, norm.scale.parameter, norm)  # type: ignore[no-untyped-call]
-    return y
-
-
-def normed_and_rotated(
-    x: Tensor,  # [S, N, d]
-    norm: Norm,
-    cos: Tensor,  # [S, d / 2] float32
-    sin: Tensor,  # [S, d / 2] float32
-) -> Tensor:  # [S, N, d]
-    """rms_norm of every head, rotated; keeps x."""
-    y: Tensor = _NormRotate.apply(x, cos, sin, norm.scale.parameter, norm)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -156,21 +143,6 @@ class _Norm(torch.autograd.Function):
         dx, d_scale = rms_norm_backward(gradients[0], x, ctx.norm.scale.value, ctx.norm.eps)
         ctx.norm.scale.gradient.add_(d_scale)
         return dx, None, None
-
-
-class _NormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, _asks: Tensor, norm: Norm) -> Tensor:
-        ctx.save_for_backward(x, cos, sin)
-        ctx.norm = norm
-        return norm_rotate(x, norm.scale.value, norm.eps, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, cos, sin = ctx.saved_tensors
-        dx, d_scale = norm_rotate_backward(gradients[0], x, ctx.norm.scale.value, ctx.norm.eps, cos, sin)
-        ctx.norm.scale.gradient.add_(d_scale)
-        return dx, None, None, None, None
 
 
 def _product(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:

@@ -71,7 +71,7 @@ class EagerStep:
     ) -> None:
         self._drafter = drafter.config
         self._optimizer = optimizer
-        self._weights = ComputeWeights(optimizer.parameters, optimizer.gradients, config.dtype)
+        self._weights = ComputeWeights(optimizer, config.dtype)
         self._backbone = Backbone(drafter, self._weights)
         self._embedding = parts.embedding.to(config.dtype)
         tied = parts.head is parts.embedding
@@ -104,8 +104,7 @@ class EagerStep:
 
     def update(self) -> None:
         """See Stepper."""
-        self._optimizer.update(self._sums[1].float())
-        self._weights.refresh()
+        self._optimizer.update(self._sums[1].float(), self._weights.values)
         row = torch.stack([t.double() for t in self._scalars()])
         self.log.index_copy_(0, self._log_index, torch.cat([row, self._sums])[None])
         self._log_index.copy_((self._log_index + 1) % self._config.log_rows)
