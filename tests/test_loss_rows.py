@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from draftcache.tests.helpers import gpu
+from draftcache.train.float8 import encoded, plain_quantise_rows
 from draftcache.train.head import Fp8Head, Head
 from draftcache.train.loss_rows import (
     TeacherRows,
@@ -84,3 +85,18 @@ def test_the_fp8_head_is_near_the_plain_one() -> None:
     coded = (derivative * fp8.factor).to(torch.float8_e5m2)
     found = fp8.hidden_gradient(coded, weights).float()
     assert ((found - wanted).norm() / wanted.norm()).item() < 0.1
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(3, 64), (257, 5120), (64, 17_408)], ids=str)
+def test_rows_are_coded_as_the_plain_twin_codes_them(shape: tuple[int, int]) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    x = torch.randn(shape, device="cuda", generator=generator).bfloat16()
+    x[0] = 0
+    coded, scales = encoded(x)
+    wanted, wanted_scales = torch.empty_like(coded), torch.empty_like(scales)
+    plain_quantise_rows(x, wanted, wanted_scales)
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
+    differing = (coded.view(torch.uint8) != wanted.view(torch.uint8)).float().mean().item()
+    assert differing < 1e-3  # a quotient on a rounding border may fall to either side
+    assert (coded[0].float() == 0).all()

@@ -7,6 +7,7 @@ itself is the plain twin.
 Legend: T context tokens, Q block slots, K taps, H width, N / M query / key heads, d head width.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from draftcache.train.attention import Attention, Visibility
 from draftcache.train.drafter import Drafter, Layer, Linear, RMSNorm
+from draftcache.train.float8 import Float8Weight
 from draftcache.train.heads import Rotary, key_value, query_key_value, rotary_tables
 from draftcache.train.linear import (
     Matrix,
@@ -45,7 +47,10 @@ class _Layer:
 class Backbone:
     """The drafter on its compute weights."""
 
-    def __init__(self, drafter: Drafter, weights: ComputeWeights) -> None:
+    def __init__(self, drafter: Drafter, weights: ComputeWeights, matmul: str) -> None:
+        """`matmul` "fp8": the MLPs' products in 8 bits, except those that give weight gradients."""
+        self._matmul = matmul
+        self._float8: list[Float8Weight] = []
         self._config = drafter.config
         self._weights = weights
         self._fc = self._matrix(drafter.fc)
@@ -106,9 +111,21 @@ class Backbone:
             key_norm=self._norm(attention.k_norm),
             out=self._matrix(attention.o_proj),
             post_norm=self._norm(layer.post_attention_layernorm),
-            gate_up=self._matrix(mlp.gate_proj, mlp.up_proj),
-            down=self._matrix(mlp.down_proj),
+            gate_up=self._mlp_matrix(mlp.gate_proj, mlp.up_proj),
+            down=self._mlp_matrix(mlp.down_proj),
         )
+
+    def refresh_float8(self) -> None:
+        """Encode the weights anew; needed after every change of them."""
+        for weight in self._float8:
+            weight.refresh()
+
+    def _mlp_matrix(self, *layers: Linear) -> Matrix:
+        matrix = self._matrix(*layers)
+        if self._matmul != "fp8":
+            return matrix
+        self._float8.append(Float8Weight(matrix.weight.value))
+        return dataclasses.replace(matrix, float8=self._float8[-1])
 
     def _norm(self, norm: RMSNorm) -> Norm:
         return Norm(self._weights.weight(norm.weight), norm.eps)

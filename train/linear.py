@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftcache.train.float8 import Float8Weight
 from draftcache.train.pointwise import (
     rms_norm,
     rms_norm_backward,
@@ -31,6 +32,7 @@ class Matrix:
 
     weight: Weight
     bias: Weight | None = None
+    float8: Float8Weight | None = None  # then x W' and the input's gradient are products in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,11 @@ class _Norm(torch.autograd.Function):
 
 
 def _product(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+    if matrix.float8 is not None:
+        y = matrix.float8.product(x)
+        for term in (residual, None if matrix.bias is None else matrix.bias.value):
+            y = y if term is None else y.add_(term)
+        return y
     transposed = matrix.weight.value.t()
     if residual is not None:
         y = torch.addmm(residual, x, transposed)
@@ -154,6 +161,8 @@ def _product(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
 
 
 def _input_gradient(gradient: Tensor, matrix: Matrix) -> Tensor:
+    if matrix.float8 is not None:
+        return matrix.float8.input_gradient(gradient)
     return gradient @ matrix.weight.value
 
 
