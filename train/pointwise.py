@@ -121,9 +121,9 @@ def plain_swiglu_backward(gradient: Tensor, gate_up: Tensor) -> None:
     gate, up = gate_up.float().chunk(2, dim=-1)
     sigmoid, d = gate.sigmoid(), gradient.float()
     silu = gate * sigmoid
-    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    gradient.copy_(silu * up)
-    gate_up.copy_(torch.cat([d_gate, d * silu], dim=-1))
+    d_gate, d_up, y = d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * silu, silu * up
+    gate_up.copy_(torch.cat([d_gate, d_up], dim=-1))
+    gradient.copy_(y)
 
 
 def _kernels() -> Any:
