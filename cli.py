@@ -171,6 +171,27 @@ def verify(store: Path) -> None:
 
 @cli.command()
 @click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option("--out", type=FOLDER, required=True, help="Folder to make.")
+@click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
+@click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")
+@click.option("--measured", type=FOLDER, help="File of `evaluate --json`: puts accepted lengths into the card.")
+def export(**flags: Any) -> None:
+    """Write a run's drafter as the folder that vLLM and SGLang load."""
+    from draftcache.train.export import ExportConfig
+    from draftcache.train.export import export as run
+
+    result = run(ExportConfig(**_given(flags)))
+    click.echo(f"{result.folder}: {result.tensors} tensors, read back bit for bit")
+    if result.parity:
+        p = result.parity
+        click.echo(
+            f"{p.slots} slots of {p.samples} stored samples: logits {p.relative_error:.2%} off the trainer's, "
+            f"{p.same_token:.1%} propose the same token"
+        )
+
+
+@cli.command()
+@click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
