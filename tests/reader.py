@@ -86,12 +86,14 @@ def block_logits(
 
 def norm(x: Tensor, weight: Tensor, config: dict[str, Any]) -> Tensor:
     """Root-mean-square norm."""
-    return weight * x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
+    scaled: Tensor = weight * x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
+    return scaled
 
 
 def heads(x: Tensor, layer: dict[str, Tensor], bias: dict[str, Tensor], name: str, config: dict[str, Any]) -> Tensor:
     """A projection split into heads: [n, heads, d]."""
-    return (x @ layer[f"self_attn.{name}_proj"].T + bias[name]).unflatten(-1, (-1, config["head_dim"]))
+    split: Tensor = (x @ layer[f"self_attn.{name}_proj"].T + bias[name]).unflatten(-1, (-1, config["head_dim"]))
+    return split
 
 
 def rotate(x: Tensor, positions: Tensor, config: dict[str, Any]) -> Tensor:

@@ -176,6 +176,7 @@ def test_transformers_keeps_what_the_configuration_says(tmp_path: Path, runs: di
         "is_causal",
     ):
         assert getattr(read, name) == config[name], name
+    assert isinstance(read.rope_parameters, dict)
     assert read.rope_parameters["rope_theta"] == config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert read.rope_parameters["rope_type"] == "default"
     assert read.dtype == torch.bfloat16

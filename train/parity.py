@@ -81,7 +81,8 @@ def slot_logits(
     embedded = parts.embedding.to(taps.dtype)[blocks.input_ids.flatten()]
     attention = DenseAttention(blocks, batch.tokens, drafter.config.rules)
     hidden = drafter(embedded, blocks.positions.flatten(), context, attention)
-    return functional.linear(hidden, parts.head.to(taps.dtype)).float().unflatten(0, blocks.labels.shape)
+    logits: Tensor = functional.linear(hidden, parts.head.to(taps.dtype)).float().unflatten(0, blocks.labels.shape)
+    return logits
 
 
 def _single_samples(store: Store, seed: int, count: int) -> list[FlatBatch]:
