@@ -134,6 +134,7 @@ class TargetDecoder:
             if i in state:
                 cache.layers[i] = state[i]
             else:
+                assert isinstance(layer, DynamicLayer), "whatever is no plain layer was copied"
                 layer.crop(-len(ids))
         self.forward(ids[:kept], cache)
 

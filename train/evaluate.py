@@ -63,14 +63,15 @@ def evaluate(config: EvaluateConfig) -> list[SetReport]:
     drafters = [*_load_drafters(config, identity, device)]
     prompts = {path: read_prompts(path, tokenizer, config.limit) for path in config.data}
     target = load_target(config.target, device, config.dtype)
-    return measure(target, drafters, prompts, config)
+    return measure(target, drafters, prompts, config.max_new_tokens, config.sampling)
 
 
 def measure(
     target: Target,
     drafters: Sequence[tuple[str, Drafter]],
     prompts: dict[Path, list[tuple[str, list[int]]]],
-    config: EvaluateConfig,
+    limit: int,  # new tokens of a text
+    sampling: Sampling,
 ) -> list[SetReport]:
     """`evaluate` on what is loaded already."""
     runners = [DrafterRunner(name, drafter, target) for name, drafter in drafters]
@@ -78,9 +79,10 @@ def measure(
     with closing(TargetDecoder(target, layer_ids)) as decoder:
         for runner in runners:
             _, first = next(iter(prompts.values()))[0]
-            decoder.plain(first, _WARM_UP_TOKENS, config.sampling)
-            speculate(decoder, runner, first, _WARM_UP_TOKENS, config.sampling)
-        return [report for path, held in prompts.items() for report in _one_set(path, held, decoder, runners, config)]
+            decoder.plain(first, _WARM_UP_TOKENS, sampling)
+            speculate(decoder, runner, first, _WARM_UP_TOKENS, sampling)
+        sets = (_one_set(path, held, decoder, runners, limit, sampling) for path, held in prompts.items())
+        return [report for reports in sets for report in reports]
 
 
 def write_reports(path: Path, reports: Sequence[SetReport], config: EvaluateConfig) -> None:
@@ -159,18 +161,19 @@ def _one_set(
     prompts: Sequence[tuple[str, list[int]]],
     decoder: TargetDecoder,
     runners: Sequence[DrafterRunner],
-    config: EvaluateConfig,
+    limit: int,
+    sampling: Sampling,
 ) -> list[SetReport]:
     tallies = [Tally(runner.name, path.name, runner.config.block_size) for runner in runners]
     tie = TIE_ULPS * torch.finfo(decoder.target.head.dtype).eps
     for where, prompt in tqdm(prompts, desc=f"evaluate {path.name}", unit=" prompts", disable=None):
-        plain = decoder.plain(prompt, config.max_new_tokens, config.sampling)
+        plain = decoder.plain(prompt, limit, sampling)
         for runner, tally in zip(runners, tallies, strict=True):
-            text = speculate(decoder, runner, prompt, config.max_new_tokens, config.sampling)
+            text = speculate(decoder, runner, prompt, limit, sampling)
             tally.add(text, plain)
-            if config.sampling.greedy:
+            if sampling.greedy:
                 tally.compare(_difference(where, plain, text.tokens, tie))
-        if config.sampling.greedy:
+        if sampling.greedy:
             _replay_all(prompt, plain, decoder, runners, tallies)
     return [tally.report() for tally in tallies]
 
