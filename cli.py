@@ -209,11 +209,12 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
     """
     from draftcache.train.evaluate import EvaluateConfig, write_reports
     from draftcache.train.evaluate import evaluate as run
-    from draftcache.train.report import SetReport
+    from draftcache.train.tally import SetReport
     from draftcache.train.verify_block import Sampling
 
     given = _given(flags)
-    config = EvaluateConfig(sampling=Sampling(**_take(given, Sampling)), **given)
+    sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
+    config = EvaluateConfig(sampling=sampling, **given)
     reports = run(config)
     if json_file is not None:
         write_reports(json_file, reports, config)

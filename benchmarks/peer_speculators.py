@@ -1,6 +1,6 @@
 """The speculators package as a peer: imports its DFlash model without the packages that only its data path needs.
 
-Install it with `pip install --no-deps speculators==0.9.0 pydantic-settings`. It also asks for an older transformers
+Install it with `pip install --no-deps speculators==0.9.0 loguru pydantic-settings`. It also asks for an older transformers
 than this project's and for packages of its training pipeline; the model itself works without.
 """
 
@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from draftcache.train.batch import FlatBatch, view_batch
 from draftcache.train.checkpoint import Run
 from draftcache.train.loss import default_gamma
 from draftcache.train.optim import learning_rate
-from draftcache.train.order import context_shapes, training_steps
+from draftcache.train.order import context_shapes, epoch_batches
 from draftcache.train.released import speculators_config, tensor_shapes
 from draftcache.train.ring import Ring
 from draftcache.train.setup import bucket_index
@@ -38,7 +38,6 @@ _UNUSED = (
     "hs_connectors",
     "aiohttp",
     "httpx",
-    "loguru",
 )
 
 
@@ -130,9 +129,10 @@ def _build(run: Run, target: Path) -> Any:
 def _batches(store: Store, run: Run, device: torch.device) -> Iterator[FlatBatch]:
     """The micro-batches that this project's training would take, on the device."""
     index = bucket_index(store)
-    steps = islice(training_steps(index, run.batching, run.seed, 1), run.steps)
+    epochs = (epoch_batches(index, run.batching, run.seed, epoch) for epoch in count())
+    micro_batches = islice(chain.from_iterable(epochs), run.steps)
     max_tokens = max(context_shapes(index, run.batching))
-    with Ring(store, chain.from_iterable(steps), max_tokens, pinned=device.type == "cuda") as ring:
+    with Ring(store, micro_batches, max_tokens, pinned=device.type == "cuda") as ring:
         for _ in range(run.steps):
             filled = ring.take()
             block = filled.batch.block.to(device, copy=True)

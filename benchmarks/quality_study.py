@@ -34,12 +34,10 @@ from tqdm import tqdm
 
 from draftcache.benchmarks.peer_speculators import PeerRun, train_peer
 from draftcache.benchmarks.rows import append_row
-from draftcache.common.data import read_lines
 from draftcache.common.store import Store, is_store, open_store
-from draftcache.common.target import Target, identify, load_target, load_tokenizer
+from draftcache.common.target import Target, load_target, load_tokenizer
 from draftcache.extract.plan import ExtractConfig
 from draftcache.extract.run import extract
-from draftcache.extract.template import Tokens, tokenize
 from draftcache.train.checkpoint import load_drafter
 from draftcache.train.decode import DrafterRunner, TargetDecoder
 from draftcache.train.drafter import Drafter
@@ -122,17 +120,17 @@ def split(study: Study) -> tuple[Path, Path]:
     return files
 
 
-def store_of(study: Study, arm: Arm) -> Store:
-    """The arm's store, extracted if it is not there."""
-    path = study.work / f"store-{arm.codec}-{arm.stored}"
+def store_of(study: Study, data: Path, codec: str, stored: str) -> Store:
+    """A store of these lines, extracted if it is not there."""
+    path = study.work / f"store-{data.stem}-{codec}-{stored}"
     config = ExtractConfig(
         target=study.target,
-        data=(split(study)[0],),
+        data=(data,),
         store=path,
         ceilings=CEILINGS,
         token_budget=study.token_budget,
-        codec=arm.codec,
-        teacher=arm.stored,
+        codec=codec,
+        teacher=stored,
         dtype=study.dtype,
         device=study.device,
         resume=is_store(path),
@@ -143,7 +141,7 @@ def store_of(study: Study, arm: Arm) -> Store:
 
 def train_arm(study: Study, arm: Arm, seed: int, out: Path) -> tuple[Drafter, float | None]:
     """The arm's drafter, and its accepted length over the last tenth of training (None for the peer)."""
-    store = store_of(study, arm)
+    store = store_of(study, split(study)[0], arm.codec, arm.stored)
     config = TrainConfig(
         store=store.path,
         out=out,
@@ -180,10 +178,7 @@ class HeldOut:
         self._study = study
         self._path = split(study)[1]
         self._tokenizer = load_tokenizer(study.target)
-        vocabulary = identify(study.target, self._tokenizer).vocab_size
-        lines = read_lines([self._path], study.replayed)
-        tokens = [tokenize(line, self._tokenizer, vocabulary) for line in lines]
-        self._texts = [text for text in tokens if 1 in text.loss_mask and len(text.input_ids) <= CEILINGS[-1]]
+        self._texts = _texts(store_of(study, self._path, "bf16", "none"))[: study.replayed]
         self._target: Target = load_target(study.target, torch.device(study.device), study.dtype)
 
     def replayed(self, drafter: Drafter) -> Replay:
@@ -191,8 +186,8 @@ class HeldOut:
         runner = DrafterRunner("arm", drafter, self._target)
         total = Replay()
         with closing(TargetDecoder(self._target, drafter.config.layer_ids)) as decoder:
-            for text in tqdm(self._texts, desc="replay", disable=None):
-                total += _replay_one(decoder, runner, text)
+            for ids, first in tqdm(self._texts, desc="replay", disable=None):
+                total += _replay_one(decoder, runner, ids, first)
         return total
 
     def decoded(self, drafter: Drafter) -> dict[str, float]:
@@ -211,14 +206,23 @@ class HeldOut:
         }
 
 
+def _texts(store: Store) -> list[tuple[list[int], int]]:
+    """Every sample as ids up to its last supervised token, and the position of its first, in the order of lines."""
+    found = []
+    for bucket in store.buckets.values():
+        for row, number in enumerate(bucket.samples.samples.tolist()):
+            tokens = bucket.samples.tokens(row)
+            supervised = bucket.samples.loss_mask[tokens].nonzero()[0]
+            ids = bucket.samples.input_ids[tokens][: supervised[-1] + 1]
+            found.append((number, ids.tolist(), int(supervised[0])))
+    return [(ids, first) for _, ids, first in sorted(found)]
+
+
 @torch.inference_mode()
-def _replay_one(decoder: TargetDecoder, runner: DrafterRunner, text: Tokens) -> Replay:
-    """One answer: from its first supervised token to its last, which ended it."""
-    last = len(text.loss_mask) - text.loss_mask[::-1].index(1)
-    ids = text.input_ids[:last]
+def _replay_one(decoder: TargetDecoder, runner: DrafterRunner, ids: list[int], first: int) -> Replay:
     decoder.forward(ids, decoder.new_cache())
     known = torch.tensor(ids, device=decoder.device)
-    return replay(runner, known, decoder.taps(runner.config.layer_ids), text.loss_mask.index(1), finished=True)
+    return replay(runner, known, decoder.taps(runner.config.layer_ids), first, finished=True)
 
 
 def run_one(study: Study, name: str, seed: int, held_out: HeldOut, decode: bool) -> None:

@@ -115,18 +115,17 @@ def test_case_of_a_disk_that_becomes_full(tmp_path: Path) -> None:
         assert run(small, "draftcache", "verify", "--store", store).returncode == 0
 
 
-def test_export_case(tmp_path: Path) -> None:
+def test_case_of_an_export_that_servers_load(tmp_path: Path) -> None:
     case = CASES / "11-export-loads-in-vllm-and-sglang"
-    store, run, folders = tmp_path / "store", tmp_path / "run", [tmp_path / "x", tmp_path / "y"]
+    store, trained, folders = tmp_path / "store", tmp_path / "run", [tmp_path / "x", tmp_path / "y"]
     steps = [
         adapter.extract(case / "target", case / "data.jsonl", str(store), layers=[1, 3, 5]),
-        adapter.train(str(store), case / "target", str(run), steps=2, extra=["--layer-types", "sliding-last-full"]),
-        *(adapter.cli("export", "--checkpoint", run, "--out", folder, "--store", store) for folder in folders),
+        adapter.train(str(store), case / "target", str(trained), steps=2, extra=["--layer-types", "sliding-last-full"]),
+        *(adapter.cli("export", "--checkpoint", trained, "--out", folder, "--store", store) for folder in folders),
     ]
     for code, out, err in steps:
         assert code == 0, out + err
-    check = [sys.executable, str(case / "check_export.py"), str(folders[0]), str(case / "target")]
-    result = subprocess.run(check, capture_output=True, text=True, check=False)
+    result = run(case, sys.executable, "check_export.py", folders[0], "target")
     assert result.returncode == 0, result.stdout
     assert "FAIL" not in result.stdout
     for path in folders[0].iterdir():

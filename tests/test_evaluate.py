@@ -23,7 +23,7 @@ from draftcache.train.drafter import FULL, ContextKeys, Drafter, DrafterConfig
 from draftcache.train.evaluate import EvaluateConfig, evaluate
 from draftcache.train.export import ExportConfig, export
 from draftcache.train.replay import along_path, replay
-from draftcache.train.report import Tally
+from draftcache.train.tally import Tally
 from draftcache.train.run import train
 from draftcache.train.setup import GeometryOptions, TrainConfig
 from draftcache.train.verify_block import Sampling

@@ -25,7 +25,7 @@ from draftcache.train.drafter import Drafter
 from draftcache.train.prompts import read_prompts
 from draftcache.train.released import load_released
 from draftcache.train.replay import replay
-from draftcache.train.report import Difference, SetReport, Tally
+from draftcache.train.tally import Difference, SetReport, Tally
 from draftcache.train.verify_block import Sampling
 
 TIE_ULPS = 8
