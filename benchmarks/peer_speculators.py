@@ -1,7 +1,7 @@
 """The speculators package as a peer: imports its DFlash model without the packages that only its data path needs.
 
-Install it with `pip install --no-deps speculators==0.9.0 loguru pydantic-settings`. It also asks for an older transformers
-than this project's and for packages of its training pipeline; the model itself works without.
+Install it with `pip install --no-deps speculators==0.9.0 loguru pydantic-settings`. It also asks for an older
+transformers than this project's and for packages of its training pipeline; the model itself works without.
 """
 
 import importlib

@@ -22,7 +22,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -35,17 +34,17 @@ from tqdm import tqdm
 from draftcache.benchmarks.peer_speculators import PeerRun, train_peer
 from draftcache.benchmarks.rows import append_row
 from draftcache.common.store import Store, is_store, open_store
-from draftcache.common.target import Target, load_target, load_tokenizer
+from draftcache.common.target import Target, load_parts, load_target, load_tokenizer
 from draftcache.extract.plan import ExtractConfig
 from draftcache.extract.run import extract
 from draftcache.train.checkpoint import load_drafter
-from draftcache.train.decode import DrafterRunner, TargetDecoder
+from draftcache.train.decode import DrafterRunner
 from draftcache.train.drafter import Drafter
 from draftcache.train.evaluate import measure
 from draftcache.train.loss import LossConfig
 from draftcache.train.optim import OptimConfig
 from draftcache.train.prompts import read_prompts
-from draftcache.train.replay import Replay, replay
+from draftcache.train.replay import Replay, replay_stored
 from draftcache.train.run import train
 from draftcache.train.setup import GeometryOptions, TrainConfig, resolve
 from draftcache.train.verify_block import Sampling
@@ -172,28 +171,33 @@ def train_arm(study: Study, arm: Arm, seed: int, out: Path) -> tuple[Drafter, fl
 
 
 class HeldOut:
-    """The target, and the held-out conversations as tokens."""
+    """The held-out conversations, stored, and the target where something is decoded."""
 
     def __init__(self, study: Study) -> None:
         self._study = study
         self._path = split(study)[1]
-        self._tokenizer = load_tokenizer(study.target)
-        self._texts = _texts(store_of(study, self._path, "bf16", "none"))[: study.replayed]
-        self._target: Target = load_target(study.target, torch.device(study.device), study.dtype)
+        self._device = torch.device(study.device)
+        self._store = store_of(study, self._path, "bf16", "none")
+        self._parts = load_parts(self._store.path, self._store.manifest, self._device)
+        self._target: Target | None = None
 
     def replayed(self, drafter: Drafter) -> Replay:
         """Sums over the held-out answers."""
-        runner = DrafterRunner("arm", drafter, self._target)
-        total = Replay()
-        with closing(TargetDecoder(self._target, drafter.config.layer_ids)) as decoder:
-            for ids, first in tqdm(self._texts, desc="replay", disable=None):
-                total += _replay_one(decoder, runner, ids, first)
-        return total
+        runner = DrafterRunner("arm", drafter, self._parts)
+        rows = sorted(
+            (number, ceiling, row)
+            for ceiling, bucket in self._store.buckets.items()
+            for row, number in enumerate(bucket.samples.samples.tolist())
+        )
+        chosen = [(ceiling, row) for _, ceiling, row in rows[: self._study.replayed]]
+        return replay_stored(runner, self._store, tqdm(chosen, desc="replay", disable=None), self._device)
 
     def decoded(self, drafter: Drafter) -> dict[str, float]:
         """Figures of real decoding."""
         study = self._study
-        prompts = {self._path: read_prompts(self._path, self._tokenizer, study.decode)}
+        if self._target is None:
+            self._target = load_target(study.target, self._device, study.dtype)
+        prompts = {self._path: read_prompts(self._path, load_tokenizer(study.target), study.decode)}
         (report,) = measure(self._target, [("arm", drafter)], prompts, NEW_TOKENS, Sampling())
         unexplained = sum(not d.tie for d in report.differences)
         return {
@@ -204,25 +208,6 @@ class HeldOut:
             "unexplained": unexplained,
             "speedup": report.speedup,
         }
-
-
-def _texts(store: Store) -> list[tuple[list[int], int]]:
-    """Every sample as ids up to its last supervised token, and the position of its first, in the order of lines."""
-    found = []
-    for bucket in store.buckets.values():
-        for row, number in enumerate(bucket.samples.samples.tolist()):
-            tokens = bucket.samples.tokens(row)
-            supervised = bucket.samples.loss_mask[tokens].nonzero()[0]
-            ids = bucket.samples.input_ids[tokens][: supervised[-1] + 1]
-            found.append((number, ids.tolist(), int(supervised[0])))
-    return [(ids, first) for _, ids, first in sorted(found)]
-
-
-@torch.inference_mode()
-def _replay_one(decoder: TargetDecoder, runner: DrafterRunner, ids: list[int], first: int) -> Replay:
-    decoder.forward(ids, decoder.new_cache())
-    known = torch.tensor(ids, device=decoder.device)
-    return replay(runner, known, decoder.taps(runner.config.layer_ids), first, finished=True)
 
 
 def run_one(study: Study, name: str, seed: int, held_out: HeldOut, decode: bool) -> None:

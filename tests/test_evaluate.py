@@ -5,16 +5,18 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from draftcache.common.errors import MismatchError, TargetError
-from draftcache.common.store import Store
-from draftcache.common.target import Target, load_target
+from draftcache.common.store import Store, open_store
+from draftcache.common.target import Target, load_parts, load_target
 from draftcache.tests.commands import run
 from draftcache.tests.stores import messages, write_jsonl
 from draftcache.train.checkpoint import load_drafter
@@ -22,10 +24,10 @@ from draftcache.train.decode import DrafterRunner, TargetDecoder, _crop, specula
 from draftcache.train.drafter import FULL, ContextKeys, Drafter, DrafterConfig
 from draftcache.train.evaluate import EvaluateConfig, evaluate
 from draftcache.train.export import ExportConfig, export
-from draftcache.train.replay import along_path, replay
-from draftcache.train.tally import Tally
+from draftcache.train.replay import Replay, _answers, along_path, replay, replay_stored
 from draftcache.train.run import train
 from draftcache.train.setup import GeometryOptions, TrainConfig
+from draftcache.train.tally import Tally
 from draftcache.train.verify_block import Sampling
 
 CPU = torch.device("cpu")
@@ -127,6 +129,34 @@ def test_replaying_a_text_gives_the_lengths_of_decoding_it(decoder: TargetDecode
     assert found.any_anchor / found.anchors > 1.05 * found.path_tokens / found.path_blocks
 
 
+def test_replaying_stored_samples_needs_no_target(run_folder: Path, store: Store, target: Target) -> None:
+    opened = open_store(store.path)
+    drafter = load_drafter(run_folder, CPU)[1]
+    rows = [(ceiling, row) for ceiling, bucket in opened.buckets.items() for row in range(len(bucket.samples.samples))]
+    parts = load_parts(opened.path, opened.manifest, CPU)
+    found = replay_stored(DrafterRunner("drafter", drafter, parts), opened, rows, CPU)
+    wanted = Replay()
+    decoder = TargetDecoder(target, drafter.config.layer_ids)
+    runner = DrafterRunner("drafter", drafter, target)
+    for ceiling, row in rows:
+        samples = opened.buckets[ceiling].samples
+        ids, mask = (values[samples.tokens(row)].tolist() for values in (samples.input_ids, samples.loss_mask))
+        end = len(mask) - mask[::-1].index(1)
+        with torch.inference_mode():
+            decoder.forward(ids[:end], decoder.new_cache())
+            taps = decoder.taps(drafter.config.layer_ids).bfloat16()
+            wanted += replay(runner, torch.tensor(ids[:end]), taps, mask.index(1), finished=True)
+    decoder.close()
+    assert (
+        found.anchors
+        == wanted.anchors
+        == sum(int(b.samples.loss_mask.sum()) - len(b.samples.samples) for b in opened.buckets.values())
+    )
+    assert found.any_anchor == pytest.approx(wanted.any_anchor, rel=0.01)  # stored taps were computed in bfloat16
+    assert found.path_tokens == wanted.path_tokens
+    assert list(_answers(np.array([0, 1, 1, 0, 0, 1], dtype=np.uint8))) == [(1, 3), (5, 6)]
+
+
 def test_drafting_many_blocks_at_once_changes_nothing(decoder: TargetDecoder, runner: DrafterRunner) -> None:
     ids = torch.arange(30) % 7 + 70
     with torch.inference_mode():
@@ -215,6 +245,16 @@ def test_several_drafters_and_files_in_one_table(
     assert "more.jsonl" in (card / "README.md").read_text()
 
 
+def test_evaluating_nothing_is_refused(
+    target_folder: Path, prompts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = ("evaluate", "--target", target_folder, "--data", prompts, "--device", "cpu")
+    assert "--checkpoint or --drafter" in run(capsys, *args).message
+    outcome = run(capsys, *args, "--drafter", tmp_path)
+    assert outcome.code == 2
+    assert "config.json" in outcome.message
+
+
 def test_an_exported_drafter_refuses_another_target(tmp_path: Path, run_folder: Path, target_folder: Path) -> None:
     exported = export(ExportConfig(checkpoint=run_folder, out=tmp_path / "exported")).folder
     other = tmp_path / "other"
@@ -258,8 +298,49 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(folder, CPU, "float32")
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Full layers and layers with a window that is shorter than the texts."""
+    folder = tmp_path_factory.mktemp("windowed")
+    config = Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        vocab_size=320,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_sliding_window=True,
+        sliding_window=6,
+        initializer_range=0.1,
+        eos_token_id=319,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return load_target(folder, CPU, "float32")
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "windowed"])
+def test_plain_decoding_needs_no_cache_to_say_the_same(kind: str, request: pytest.FixtureRequest) -> None:
+    target: Target = request.getfixturevalue(kind)
+    decoder = TargetDecoder(target, (0,))
+    tokens = decoder.plain(PROMPT, 20, GREEDY).tokens
+    decoder.close()
+    ids = list(PROMPT)
+    with torch.inference_mode():
+        for _ in tokens:
+            ids.append(int(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert ids[len(PROMPT) :] == tokens
+
+
 @pytest.mark.parametrize("right", [[0], [2], [4], [4, 0, 0, 3, 2, 4, 0]])
-def test_a_target_with_a_running_state_is_put_back_and_run_again(hybrid: Target, right: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["hybrid", "windowed"])
+def test_targets_with_other_layers_are_put_back_after_a_block(
+    kind: str, right: list[int], request: pytest.FixtureRequest
+) -> None:
+    target: Target = request.getfixturevalue(kind)
     config = DrafterConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -277,9 +358,9 @@ def test_a_target_with_a_running_state_is_put_back_and_run_again(hybrid: Target,
         rms_norm_eps=1e-6,
         attention_bias=False,
     )
-    decoder = TargetDecoder(hybrid, config.layer_ids)
+    decoder = TargetDecoder(target, config.layer_ids)
     try:
-        runner = DrafterRunner("oracle", Drafter(config), hybrid)
+        runner = DrafterRunner("oracle", Drafter(config), target)
         plain = decoder.plain(PROMPT, 30, GREEDY).tokens
         runner.draft = _Oracle(runner, plain, right)  # type: ignore[method-assign]
         found = speculate(decoder, runner, PROMPT, 30, GREEDY)

@@ -44,7 +44,7 @@ def _serving(run: Run, layout: str) -> str:
     drafted, name = run.drafter.block_size - 1, run.target.name
     notes = [
         f"TARGET is the folder or repository of {name}, DRAFTER this folder; {drafted} drafted tokens a block are what "
-        "it was trained for. Use the chat template that the data below was rendered with.",
+        "it was trained for. Use the chat template that the data below was rendered with, and bfloat16.",
     ]
     mixed = {FULL, SLIDING} <= set(run.drafter.layer_types)
     if mixed:
@@ -110,6 +110,7 @@ def _drafter_rows(run: Run, checkpoint: str) -> list[tuple[str, object]]:
         ("mask token", d.mask_token_id),
         ("rope base", d.rope_theta),
         ("tapped layers (0-based, output)", ", ".join(map(str, d.layer_ids))),
+        ("embedding and head", "the target's, not in this folder"),
         ("teacher", loss.teacher),
         ("weighting", f"decay, gamma {gamma}" if loss.weighting == "decay" else f"D-PACE, alpha {loss.alpha}"),
         ("steps", f"{run.steps}; this is {checkpoint}"),

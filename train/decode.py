@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from draftcache.common.errors import TargetError, first_line
-from draftcache.common.target import Target, tap_layers
+from draftcache.common.target import Target, TargetParts, tap_layers
 from draftcache.train.anchors import Blocks
 from draftcache.train.attention import DenseAttention
 from draftcache.train.drafter import ContextKeys, Drafter
@@ -142,12 +142,13 @@ class TargetDecoder:
 class DrafterRunner:
     """A drafter beside its target's embedding and head, in the dtype that servers run it in."""
 
-    def __init__(self, name: str, drafter: Drafter, target: Target) -> None:
+    def __init__(self, name: str, drafter: Drafter, parts: Target | TargetParts) -> None:
+        """`drafter` is converted to that dtype."""
         self.name = name
         self.config = drafter.config
-        self.dtype = torch.bfloat16 if target.head.is_cuda else torch.float32
+        self.dtype = torch.bfloat16 if parts.head.is_cuda else torch.float32
         self._drafter = drafter.to(self.dtype)
-        self._embedding, self._head = target.embedding.to(self.dtype), target.head.to(self.dtype)
+        self._embedding, self._head = parts.embedding.to(self.dtype), parts.head.to(self.dtype)
 
     def context(self, taps: Tensor, start: int) -> list[ContextKeys]:
         """Every layer's keys of context tokens from position `start` on; taps are [n, K * H]."""

@@ -16,10 +16,10 @@ import torch
 from tqdm import tqdm
 
 from draftcache.common import config as configs
-from draftcache.common.errors import CheckpointError, MismatchError, UsageError
+from draftcache.common.errors import CheckpointError, MismatchError, UsageError, first_line
 from draftcache.common.manifest import TargetIdentity
 from draftcache.common.target import Target, check_device, identify, load_target, load_tokenizer
-from draftcache.train.checkpoint import Run, load_drafter
+from draftcache.train.checkpoint import load_drafter
 from draftcache.train.decode import DrafterRunner, Plain, TargetDecoder, speculate
 from draftcache.train.drafter import Drafter
 from draftcache.train.prompts import read_prompts
@@ -114,22 +114,21 @@ def _load_drafters(
     for folder in config.drafters:
         drafter = load_released(folder, device)
         _check_fit(folder, drafter, identity)
-        trained_for = read_origin(folder)
+        trained_for = _trained_for(folder)
         if trained_for is not None:
-            _check_target(trained_for.target, identity)
+            _check_target(trained_for, identity)
         yield str(folder), drafter
 
 
-def read_origin(folder: Path) -> Run | None:
-    """The run that an exported folder came from; None for a folder that another tool made."""
+def _trained_for(folder: Path) -> TargetIdentity | None:
+    """The target that an exported folder names; None for a folder that another tool made."""
     path = folder / "draftcache.json"
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))["run"]
-        return configs.from_dict(Run, values, str(path))
+        return configs.from_dict(TargetIdentity, json.loads(path.read_text(encoding="utf-8"))["target"], str(path))
     except (OSError, ValueError, LookupError, TypeError, UsageError) as error:
-        raise CheckpointError(f"{path}: {error}", needed="what `export` wrote", do="export again") from None
+        raise CheckpointError(f"{path}: {first_line(error)}", needed="what `export` wrote", do="export again") from None
 
 
 def _check_target(trained: TargetIdentity, given: TargetIdentity) -> None:

@@ -78,7 +78,7 @@ def export(config: ExportConfig) -> ExportResult:
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
     _check_weights(weights, run.drafter)
     manifest = _manifest_of(config.store, run)
-    measured = _read_measured(config.measured)
+    measured = _read_measured(config)
     partial = config.out.with_name(config.out.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -105,7 +105,8 @@ def _write(
     write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
     save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     checkpoint = newest_checkpoint(config.checkpoint).name
-    origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint, "run": configs.to_dict(run)}
+    target, whole = configs.to_dict(run.target), configs.to_dict(run)
+    origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint, "target": target, "run": whole}
     write_json(folder / RUN_COPY_NAME, origin)
     write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint, manifest, measured))
     for path in folder.iterdir():
@@ -151,15 +152,24 @@ def _manifest_of(store: Path | None, run: Run) -> Manifest | None:
     return manifest
 
 
-def _read_measured(path: Path | None) -> list[dict[str, Any]]:
+def _read_measured(config: ExportConfig) -> list[dict[str, Any]]:
+    """The reports on this drafter out of what `evaluate --json` wrote."""
+    path = config.measured
     if path is None:
         return []
     try:
-        reports = json.loads(path.read_text(encoding="utf-8"))["sets"]
-        return [
-            {name: report[name] for name in ("drafter", "name", "prompts", "accepted_length")} for report in reports
-        ]
+        reports: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["sets"]
+        drafters = {report["drafter"] for report in reports}
+        ours = {name for name in drafters if Path(name).resolve() == config.checkpoint.resolve()}
+        figures = ("name", "prompts", "accepted_length")
+        kept = ours or (drafters if len(drafters) == 1 else set())
+        found = [{name: report[name] for name in figures} for report in reports if report["drafter"] in kept]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"{path}: {type(error).__name__} {error}", needed="what `evaluate --json FILE` wrote", do="check --measured"
         ) from None
+    if not found:
+        raise UsageError(
+            f"{path} speaks of {sorted(drafters)}", needed=f"figures of {config.checkpoint}", do="check --measured"
+        )
+    return found

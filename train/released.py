@@ -103,6 +103,8 @@ def zlab_config(config: DrafterConfig, target: TargetIdentity) -> dict[str, Any]
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **_decoder_config(config, target),
+        "has_embed_tokens": False,  # both are the target's
+        "has_lm_head": False,
         "is_neox_style": True,
         "torch_dtype": "bfloat16",
         "block_size": config.block_size,
