@@ -31,7 +31,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from draftcache.benchmarks.peer_speculators import PeerRun, train_peer
+from draftcache.benchmarks.quality_peer import PeerRun, train_peer
 from draftcache.benchmarks.rows import append_row
 from draftcache.common.store import Store, is_store, open_store
 from draftcache.common.target import Target, load_parts, load_target, load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draftcache.benchmarks import peer_speculators, quality_study
+from draftcache.benchmarks import quality_peer, quality_study
 from draftcache.tests.stores import tiny_data
 
 ARMS = ["default", "batching-packed"]
@@ -47,7 +47,7 @@ def test_arms_train_are_measured_and_are_not_run_twice(
     assert "batching-packed" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.skipif(not peer_speculators.installed(), reason="the speculators package is not installed")
+@pytest.mark.skipif(not quality_peer.installed(), reason="the speculators package is not installed")
 @pytest.mark.filterwarnings("default")
 def test_the_peer_trains_on_the_same_data(
     tmp_path: Path, target_folder: Path, rows: dict[str, dict[str, float]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftcache.benchmarks.peer_speculators import import_dflash, installed
+from draftcache.benchmarks.quality_peer import import_dflash, installed
 from draftcache.common.store import Store, open_store
 from draftcache.common.target import load_parts
 from draftcache.tests.helpers import taps_of

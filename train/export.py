@@ -84,7 +84,9 @@ def export(config: ExportConfig) -> ExportResult:
     try:
         _write(partial, config, run, weights, manifest, measured)
         _read_back(partial, run.drafter, weights)
-        parity = compare_on_store(run, drafter, load_released(partial, torch.device("cpu")), config.store)
+        parity = None
+        if config.store is not None:
+            parity = compare_on_store(run, drafter, load_released(partial, torch.device("cpu")), config.store)
         partial.rename(config.out)
         sync_directory(config.out.parent)
     finally:

@@ -36,14 +36,12 @@ class Parity:
     relative_error: float  # of the exported logits, against the spread of the trainer's
 
 
-def compare_on_store(run: Run, trained: Drafter, exported: Drafter, store: Path | None) -> Parity | None:
-    """Compare on the first samples of an epoch, in float32; None without a store.
+def compare_on_store(run: Run, trained: Drafter, exported: Drafter, store: Path) -> Parity:
+    """Compare on the first samples of an epoch, in float32.
 
     The exported weights are the trainer's rounded to bfloat16, which moves logits by about a percent of their spread.
     Raises CheckpointError for more than MAX_ERROR: then the two are not the same network.
     """
-    if store is None:
-        return None
     opened = open_store(store)
     parts = load_parts(store, opened.manifest, torch.device("cpu"))
     same = slots = samples = 0

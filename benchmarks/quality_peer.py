@@ -1,7 +1,10 @@
-"""The speculators package as a peer: imports its DFlash model without the packages that only its data path needs.
+"""The quality study's peer: the speculators package's drafter, trained on this project's batches.
 
-Install it with `pip install --no-deps speculators==0.9.0 loguru pydantic-settings`. It also asks for an older
-transformers than this project's and for packages of its training pipeline; the model itself works without.
+Its model is imported without the packages that only its data path needs:
+
+    pip install --no-deps speculators==0.9.0 loguru pydantic-settings
+
+It also asks for an older transformers than this project's; the model itself works with ours.
 """
 
 import importlib
@@ -94,8 +97,9 @@ def train_peer(store: Store, peer: PeerRun, target: Path, device: torch.device) 
         optimizer, lambda step: float(learning_rate(torch.tensor(float(step)), o, run.steps)) / o.lr
     )
     losses = importlib.import_module("speculators.losses")
-    arguments = {
-        "loss_config": losses.resolve_loss_config(peer.loss, "fused" if device.type == "cuda" else "eager"),
+    chosen = losses.resolve_loss_config(peer.loss, "fused" if device.type == "cuda" else "eager")
+    arguments = {  # torch 2.11 cannot compile the fused losses together with the model
+        "loss_config": {name: (torch.compiler.disable(function), w) for name, (function, w) in chosen.items()},
         "gamma": run.loss.gamma or default_gamma(run.drafter.block_size),
         "max_anchors": run.anchors,
         "per_position_loss_weight": peer.weighting,
