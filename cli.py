@@ -171,34 +171,58 @@ def verify(store: Path) -> None:
 
 @cli.command()
 @click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option("--out", type=FOLDER, required=True, help="Folder to make.")
+@click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
+@click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")
+@click.option("--measured", type=FOLDER, help="File of `evaluate --json`: puts accepted lengths into the card.")
+def export(**flags: Any) -> None:
+    """Write a run's drafter as the folder that vLLM and SGLang load."""
+    from draftcache.train.export import ExportConfig
+    from draftcache.train.export import export as run
+
+    result = run(ExportConfig(**_given(flags)))
+    click.echo(f"{result.folder}: {result.tensors} tensors, read back bit for bit")
+    if result.parity:
+        p = result.parity
+        click.echo(
+            f"{p.slots} slots of {p.samples} stored samples: logits {p.relative_error:.2%} off the trainer's, "
+            f"{p.same_token:.1%} propose the same token"
+        )
+
+
+@cli.command()
+@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--temperature", type=float, help="0 is greedy; else the target samples.  [default: 0]")
+@click.option("--seed", type=int, help="Of sampling.  [default: 0]")
 @click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
-@click.option("--device", help="Torch device.  [default: cpu]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def evaluate(as_json: bool, **flags: Any) -> None:
-    """Decode the prompts of DATA speculatively and plainly, and compare.
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+@click.option("--json", "json_file", type=FOLDER, help="Also write everything to this file.")
+def evaluate(json_file: Path | None, **flags: Any) -> None:
+    """Decode the prompts of DATA with drafters and without, and compare.
 
-    Exits 1 if speculative text differs from plain text other than by a tie.
+    Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
-    from draftcache.train.evaluate import EvaluateConfig, SetReport
+    from draftcache.train.evaluate import EvaluateConfig, write_reports
     from draftcache.train.evaluate import evaluate as run
+    from draftcache.train.tally import SetReport
+    from draftcache.train.verify_block import Sampling
 
-    reports = run(EvaluateConfig(**_given(flags)))
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(report) for report in reports]))
-    else:
-        _table(SetReport, reports, leave_out=("slot_rates", "differences"))
-        for report in reports:
-            rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
-            click.echo(f"\n{report.name}: share of blocks accepting at least k drafted tokens: {rates}")
-            for d in report.differences:
-                kind = "a tie" if d.tie else "NOT a tie"
-                click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
+    given = _given(flags)
+    sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
+    config = EvaluateConfig(sampling=sampling, **given)
+    reports = run(config)
+    if json_file is not None:
+        write_reports(json_file, reports, config)
+    _table(SetReport, reports, leave_out=("slot_rates", "spans", "differences"))
+    for report in reports:
+        _show_details(report)
     if any(report.unexplained for report in reports):
-        sys.exit(1)
+        sys.exit(DAMAGE)
 
 
 def main() -> NoReturn:
@@ -215,6 +239,17 @@ def main() -> NoReturn:
         click.echo("draftcache: interrupted", err=True)
         sys.exit(130)
     sys.exit(0)
+
+
+def _show_details(report: Any) -> None:
+    """What the table of `evaluate` has no room for."""
+    rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
+    click.echo(f"\n{report.drafter} on {report.name}: blocks that accept at least k drafted tokens: {rates}")
+    spans = ", ".join(f"{s.begin}-{s.end - 1}: {s.accepted_length:.3f} ({s.blocks})" for s in report.spans)
+    click.echo(f"  accepted length by position, and blocks: {spans}")
+    for d in report.differences:
+        kind = "a tie" if d.tie else "NOT a tie"
+        click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
 
 
 def _show_estimate(figures: Any, free: int) -> None:
