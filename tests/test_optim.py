@@ -120,7 +120,7 @@ def test_a_non_finite_gradient_changes_nothing_and_is_counted(value: float) -> N
     weights[1].grad[3] = value
     optimizer.update(torch.tensor(1.0))
     assert all(torch.equal(a, b) for a, b in zip(snapshot(weights, optimizer), before, strict=True))
-    assert (optimizer.skipped.item(), optimizer.step.item()) == (1, 2)
+    assert (optimizer.skipped.item(), optimizer.step.item()) == (1, 1)
     assert not math.isfinite(optimizer.gradient_norm.item())
     assert (optimizer.gradients == 0).all()
 
@@ -136,7 +136,7 @@ def test_a_window_of_weight_zero_changes_nothing_and_is_counted(with_gradient: b
         loss_of(weights, 1).backward()
     optimizer.update(torch.tensor(0.0))
     assert all(torch.equal(a, b) for a, b in zip(snapshot(weights, optimizer), before, strict=True))
-    assert (optimizer.skipped.item(), optimizer.step.item()) == (1, 2)
+    assert (optimizer.skipped.item(), optimizer.step.item()) == (1, 1)
     assert (optimizer.gradients == 0).all()
 
 

@@ -1,7 +1,8 @@
 """AdamW and its schedule, every scalar of them a device tensor, so that one captured update serves every step.
 
 An update divides the summed gradients by the window's weight, clips, steps and clears, without a host read. A
-non-finite gradient or a window of weight zero skips the update on the device and is counted.
+non-finite gradient or a window of weight zero skips the update on the device and is counted; only an update that
+changed the weights counts as a step.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftcache.common.errors import UsageError
+from draftcache.common.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class Optimizer:
         self.gradients = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
         """Flat float32 sums of the window's gradients; every parameter's `.grad` is a view of it."""
         self.step = torch.zeros((), dtype=torch.float64, device=device)
+        """Updates that changed the weights: the schedule's step."""
         self.skipped = torch.zeros((), dtype=torch.float64, device=device)
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -89,7 +91,7 @@ class Optimizer:
         self._divisor.copy_(weight * (norm / self._config.clip).clamp_min(1.0))
         self._adamw.step()
         self.skipped += self._found_inf
-        self.step += 1
+        self.step += 1 - self._found_inf
         self.gradients.zero_()
 
     def state(self) -> dict[str, Tensor]:
@@ -99,6 +101,23 @@ class Optimizer:
             for name, value in self._adamw.state[parameter].items():
                 tensors[f"{index}.{name}"] = value
         return tensors
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy a checkpoint's tensors over the current ones, in place: captured graphs go on using these addresses.
+
+        Raises CheckpointError unless names and shapes are those of `state`.
+        """
+        state = self.state()
+        found, wanted = ({n: tuple(t.shape) for n, t in held.items()} for held in (tensors, state))
+        if found != wanted:
+            wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+            raise CheckpointError(
+                f"the optimizer's state differs in {wrong[:4]}",
+                needed=f"{len(wanted)} tensors of the drafter's shapes",
+                do="resume from another checkpoint",
+            )
+        for name, value in state.items():
+            value.copy_(tensors[name])
 
     def _make_state(self) -> None:
         """Let AdamW allocate its moments now, outside any capture, by a step that `found_inf` turns into nothing."""
