@@ -1,7 +1,7 @@
 """The processes of one training run, as torchrun starts them: who am I, sum over all of us, agree with all of us.
 
-Tensors are summed by NCCL on CUDA and by gloo on the CPU. What the hosts tell each other (stop requests, errors, the
-run's description) goes through gloo and never waits for a device.
+Tensors on CUDA are summed by NCCL, those on the CPU by gloo. So what the hosts tell each other (stop requests, errors,
+the run's description) never waits for a device.
 
     RANK, WORLD_SIZE, LOCAL_RANK     set by torchrun; a process without them is alone
 """
@@ -27,11 +27,10 @@ HOST_PATIENCE = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among its peers. `hosts` is the gloo group in which hosts talk; None if the process is alone."""
+    """This process among its peers."""
 
     rank: int = 0
     size: int = 1
-    hosts: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -84,12 +83,12 @@ class World:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([len(data)]), group=self.hosts)
+            dist.all_gather(sizes, torch.tensor([len(data)]))
             longest = max(int(size) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(data)] = data
             held = [torch.zeros_like(padded) for _ in range(self.size)]
-            dist.all_gather(held, padded, group=self.hosts)
+            dist.all_gather(held, padded)
         except RuntimeError as error:
             raise TrainingError(
                 f"process {self.rank} of {self.size} lost touch with the others: {first_line(error)}",
@@ -108,7 +107,7 @@ def local_device(device: str) -> str:
 
 
 @contextmanager
-def join_world(device: str) -> Iterator[World]:
+def join_world() -> Iterator[World]:
     """Meet the other processes that torchrun started, and leave them at the end."""
     try:
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -123,11 +122,9 @@ def join_world(device: str) -> Iterator[World]:
     if size == 1:
         yield ALONE
         return
-    on_cuda = device.startswith("cuda")
-    if on_cuda:
-        torch.cuda.set_device(local_device(device))
+    both = torch.cuda.is_available() and dist.is_nccl_available()
     try:
-        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=HOST_PATIENCE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo", timeout=HOST_PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
             f"process {rank} of {size} does not reach the others: {first_line(error)}",
@@ -135,8 +132,7 @@ def join_world(device: str) -> Iterator[World]:
             do="start it with torchrun",
         ) from None
     try:
-        hosts = dist.new_group(backend="gloo", timeout=HOST_PATIENCE) if on_cuda else dist.group.WORLD
-        yield World(rank=rank, size=size, hosts=hosts)
+        yield World(rank=rank, size=size)
     finally:
         dist.destroy_process_group()
 
