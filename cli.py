@@ -38,7 +38,7 @@ CONFIG_HELP = "TOML file of these flags without their dashes in front; flags giv
 RESUME_HELP = "Go on with RUN, or with --out, where it stopped; no other flag is needed."
 
 
-def _flags_of_file(context: click.Context, _option: click.Parameter, path: Path | None) -> None:
+def _flags_of_file(context: click.Context, option: click.Parameter, path: Path | None) -> None:
     """Take a TOML file's values as the command's defaults."""
     if path is None:
         return
@@ -46,7 +46,7 @@ def _flags_of_file(context: click.Context, _option: click.Parameter, path: Path 
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {first_line(error)}", needed="a TOML file", do="check --config") from None
-    options = {opt.lstrip("-"): p.name for p in context.command.params for opt in (*p.opts, *p.secondary_opts)}
+    options = {p.opts[0].lstrip("-"): p.name for p in context.command.params if p is not option}
     wrong = [name for name, value in values.items() if name not in options or isinstance(value, dict | list)]
     if wrong:
         raise UsageError(f"{path} has {wrong}", needed="single values named like flags", do="see --help")
