@@ -12,7 +12,7 @@ from draftcache.train.checkpoint import load_drafter
 from draftcache.train.drafter import ContextKeys
 from draftcache.train.evaluate import EvaluateConfig, SetReport, _Decoder, evaluate
 from draftcache.train.run import train
-from draftcache.train.setup import GeometryOptions, TrainConfig
+from draftcache.train.settings import GeometryOptions, TrainConfig
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,9 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module", params=["bucket", "packed"])
 def uninterrupted(request: pytest.FixtureRequest, store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never stopped, in each batching."""
-    out = tmp_path_factory.mktemp("uninterrupted") / request.param
-    train(small_run(store, out, batching=request.param))
+    batching: str = request.param
+    out = tmp_path_factory.mktemp("uninterrupted") / batching
+    train(small_run(store, out, batching=batching))
     return out
 
 
@@ -220,8 +221,8 @@ def command(capsys: Capture, *args: object) -> Outcome:
 
 def test_resume_from_the_command_line(capsys: Capture, store: Store, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    flags = ("--store", store.path, "--out", out, "--steps", 2, "--num-layers", 1, "--block-size", 4)
-    flags = (*flags, "--token-budget", 256, "--mask-token-id", 300)
+    small = ("--steps", 2, "--num-layers", 1, "--block-size", 4, "--token-budget", 256)
+    flags = ("--store", store.path, "--out", out, *small, "--mask-token-id", 300)
     assert command(capsys, *flags, "--resume").code == 0  # nothing is there yet, and the flags say what to begin
     assert command(capsys, "--resume", out).code == 0
     assert command(capsys, "--out", out, "--resume").code == 0
