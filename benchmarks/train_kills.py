@@ -2,67 +2,94 @@
 
     python -m draftcache.benchmarks.train_kills [--count 25] [--device cpu] [--steps 60]
 
-On CUDA both runs are made with --deterministic. Each attempt is a process of its own, killed by SIGKILL after a random
+On CUDA both runs are made with --deterministic. Each attempt is a forked process, killed by SIGKILL after a random
 time: while it loads, trains, validates or writes. Final weights, moments and state must be equal byte for byte, and the
 rows of all steps and validations too. The row is bench_train's.
 """
 
 import argparse
-import json
+import contextlib
+import dataclasses
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from draftcache.benchmarks.rows import append_row
-from draftcache.tests.runs import outcome
+from draftcache.common.store import open_store
+from draftcache.tests.runs import outcome, small_run
 from draftcache.tests.stores import tiny_store
+from draftcache.train.checkpoint import holds_run
+from draftcache.train.run import resume, train
+from draftcache.train.settings import TrainConfig
 
 
-def flags(store: Path, device: str, steps: int) -> list[str]:
-    """A small run over several epochs, with a checkpoint every five steps."""
-    given = {
-        "--store": store,
-        "--num-layers": 1,
-        "--block-size": 4,
-        "--token-budget": 256,
-        "--anchors": 16,
-        "--accumulate": 2,
-        "--validation-share": 0.2,
-        "--validate-every": 7,
-        "--save-every": 5,
-        "--log-every": 3,
-        "--steps": steps,
-        "--device": device,
-    }
-    words = [str(word) for pair in given.items() for word in pair]
-    return [*words, "--deterministic"] if device.startswith("cuda") else words
+def kill_campaign(folder: Path, count: int, device: str, steps: int) -> dict[str, float]:
+    """Kill `count` attempts in all; figures of how many finished runs equal the one that was left alone."""
+    in_child(lambda: tiny_store(folder / "made"), None)
+    config = small_run(open_store(folder / "made" / "store"), folder / "alone", steps=steps, save_every=5)
+    config = dataclasses.replace(config, device=device, deterministic=device.startswith("cuda"))
+    seconds = -time.perf_counter()
+    in_child(lambda: go_on(config), None)
+    seconds += time.perf_counter()
+    wanted = outcome(config.out)
+    rng = random.Random(0)
+    killed = finished = equal = 0
+    moments: set[int] = set()
+    with tqdm(total=count, desc="kills", disable=None) as bar:
+        while killed < count:
+            again = dataclasses.replace(config, out=folder / f"killed-{finished}")
+            while not in_child(lambda run=again: go_on(run), rng.uniform(0.02, 1.0) * seconds):  # type: ignore[misc]
+                killed += 1
+                moments.add(rows_in(again.out))
+                bar.update()
+            finished += 1
+            equal += outcome(again.out) == wanted
+    return {"runs": killed, "finished": finished, "equal": equal, "moments": len(moments)}
 
 
-def attempt(arguments: Sequence[str], patience_s: float | None) -> bool:
-    """Start `draftcache train`; kill it after `patience_s`. Whether it finished first."""
-    command = [sys.executable, "-m", "draftcache", "train", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment())
-    try:
-        _, said = process.communicate(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        return False
-    assert process.returncode == 0, said.decode()
-    return True
+def go_on(config: TrainConfig) -> None:
+    """Begin the run or resume it."""
+    if holds_run(config.out):
+        resume(config.out, {})
+    else:
+        train(config)
 
 
-def environment() -> dict[str, str]:
-    """One thread per process, so that sums are made in one order on any machine."""
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+def in_child(work: Callable[[], object], patience_s: float | None) -> bool:
+    """Do it in a forked process, killed after so many seconds; whether it finished first."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):  # noqa: PTH123
+                work()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.perf_counter() + (patience_s or 600)
+    while time.perf_counter() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert status == 0, f"a process failed with status {status}"
+            return True
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def rows_in(run: Path) -> int:
+    """Steps that a killed run had written down: where the kill found it."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def main() -> None:
@@ -72,40 +99,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        given = flags(tiny_store(folder / "made").path, options.device, options.steps)
-        seconds = -time.perf_counter()
-        assert attempt([*given, "--out", str(folder / "alone")], None)
-        seconds += time.perf_counter()
-        wanted = outcome(folder / "alone")
-        begun = first_step_after(folder / "alone", seconds)
-        rng, killed, finished, equal, at = random.Random(0), 0, 0, 0, set()
-        with tqdm(total=options.count, desc="kills", disable=None) as bar:
-            while killed < options.count:
-                out = folder / f"killed-{finished}"
-                while not attempt([*given, "--out", str(out), "--resume"], rng.uniform(begun, 1.05 * seconds)):
-                    killed += 1
-                    at.add(rows_in(out))
-                    bar.update()
-                finished += 1
-                equal += outcome(out) == wanted
-    metrics = {"runs": killed, "finished": finished, "equal": equal, "moments": len(at)}
-    append_row("bench_train", f"kills/{options.device.split(':')[0]}", metrics)
-    if equal != finished:
+    torch.set_num_threads(1)  # a forked process must not find a pool of threads that it does not have
+    with tempfile.TemporaryDirectory() as folder:
+        figures = kill_campaign(Path(folder), options.count, options.device, options.steps)
+    append_row("bench_train", f"kills/{options.device.split(':')[0]}", figures)
+    if figures["equal"] != figures["finished"]:
         sys.exit("a resumed run differs from the uninterrupted one")
-
-
-def first_step_after(run: Path, seconds: float) -> float:
-    """How long a process of this run takes to its first step, so that most kills hit a run at work."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return max(0.0, 0.9 * (seconds - sum(row["seconds"] for row in rows)))
-
-
-def rows_in(run: Path) -> int:
-    """Steps that a killed run had written down."""
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftcache.common.fused import fused
+
 GROUP = 32
 SCALE_BIAS = 127
 NON_FINITE = 255
@@ -59,6 +61,7 @@ def quantise(
     return values, code.to(torch.uint8)
 
 
+@fused
 def dequantise(
     values: Tensor,  # [..., n / values_per_byte] uint8
     codes: Tensor,  # [..., n / GROUP] uint8
@@ -67,13 +70,17 @@ def dequantise(
 ) -> Tensor:  # [..., n]
     """Decode on the values' device."""
     scale = (codes.int() << 23).view(torch.float32)
-    if form is MXFP8:
-        plain = values.view(torch.float8_e4m3fn).float()
-    else:
-        levels = torch.tensor(_signed_levels(), device=values.device)
-        plain = levels[torch.stack([values & 15, values >> 4], dim=-1).flatten(-2).int()]
+    plain = values.view(torch.float8_e4m3fn).float() if form is MXFP8 else _decode_e2m1(values)
     decoded: Tensor = (plain.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
     return decoded.to(dtype)
+
+
+def _decode_e2m1(values: Tensor) -> Tensor:
+    codes = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2).int()
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    normal = ((exponent + 126) << 23 | mantissa << 22).view(torch.float32)
+    magnitude = torch.where(exponent == 0, 0.5 * mantissa, normal)
+    return (magnitude.view(torch.int32) | (codes >> 3) << 31).view(torch.float32)
 
 
 def quantise_numpy(x: npt.NDArray[np.float32], form: Format) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from draftcache.common.errors import UsageError
-from draftcache.train import loss
+from draftcache.train import chunked_loss as chunks
+from draftcache.train.chunked_loss import chunked_loss
+from draftcache.train.head import Head
 from draftcache.train.loss import (
     TEACHERS,
     WEIGHTINGS,
@@ -18,7 +20,6 @@ from draftcache.train.loss import (
     LossInputs,
     LossSums,
     accepted_length,
-    chunked_loss,
     decay_weights,
     default_gamma,
     dpace_weights,
@@ -176,7 +177,10 @@ def reference(case: Case, config: LossConfig) -> tuple[float, float, Tensor]:
 def sums_and_gradient(case: Case, config: LossConfig, *, chunked: bool, scale: float = 1.0) -> tuple[LossSums, Tensor]:
     """One of the two implementations, with its gradient of `scale` times the loss."""
     hidden = case.hidden.clone().requires_grad_()
-    sums = (chunked_loss if chunked else plain_loss)(hidden, case.head, case.inputs, config)
+    if chunked:
+        sums = chunked_loss(hidden, Head(case.head), case.inputs, config)
+    else:
+        sums = plain_loss(hidden, case.head, case.inputs, config)
     (scale * sums.loss).backward()
     assert hidden.grad is not None
     return sums, hidden.grad
@@ -196,20 +200,20 @@ def test_chunked_loss_equals_plain_loss(config: LossConfig, chunk_slots: int) ->
 
 
 @pytest.mark.parametrize(
-    ("chunk_slots", "rows"), [(1, [3] * 12), (12, [12] * 3), (16, [15, 15, 6]), (36, [36]), (1000, [36])]
+    ("chunk_slots", "rows"), [(1, [3] * 12), (12, [9] * 4), (19, [12] * 3), (20, [15, 15, 6]), (48, [36]), (1000, [36])]
 )
 def test_no_more_rows_of_logits_than_asked_for(
     chunk_slots: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    whole = loss._chunk
+    whole = chunks._chunk
 
     def recording(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         held.append(hidden.shape[0] * hidden.shape[1])
         return whole(hidden, *others)
 
-    monkeypatch.setattr(loss, "_chunk", recording)
-    sums_and_gradient(random_case(), LossConfig(chunk_slots=chunk_slots), chunked=True)
+    monkeypatch.setattr(chunks, "_chunk", recording)
+    sums_and_gradient(random_case(), LossConfig(teacher="tokens", chunk_slots=chunk_slots), chunked=True)
     assert held == rows
 
 

@@ -1,8 +1,6 @@
-"""Head, loss and gradient in chunks of whole blocks, without ever holding the logits of all slots.
+"""What slots are compared with, how they weigh, and what is counted; `plain_loss` is the definition, by autograd.
 
-The head is frozen, so the only gradient is that of the hidden states. Each chunk's is computed by hand in the forward
-pass, while its logits exist; backward only scales it. What is summed is not normalised: the step divides gradients by
-the weight of the whole accumulation window.
+What is summed is not normalised: the step divides gradients by the weight of the whole accumulation window.
 
     teacher "tokens"   l = -log q(label)                     dl/dz = q - onehot(label)
     teacher "last"     l = sum p log(p / q), p = softmax(head(last))    dl/dz = q - p
@@ -15,13 +13,12 @@ the weight of the whole accumulation window.
 
 Slot 0 is never trained and never reaches the head.
 
-Legend: A anchors, B block size, H width, V vocabulary, n slots of a chunk.
+Legend: A anchors, B block size, H width, V vocabulary, n blocks, S slots of them, K stored tokens.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +43,7 @@ class LossConfig:
     weighting: str = "decay"
     gamma: float | None = None
     alpha: float = 0.5
-    chunk_slots: int = 4096  # rows of logits held at a time
+    chunk_slots: int = 4096  # slots whose logits exist at a time, slot 0 counted though it has none
 
     def __post_init__(self) -> None:
         if self.teacher not in (None, *TEACHERS) or self.weighting not in WEIGHTINGS:
@@ -124,145 +121,82 @@ def accepted_length(
     return ((1 + run) * counted).sum(), counted.sum()
 
 
-def chunked_loss(
-    hidden: Tensor,  # [A, B - 1, H], the drafter's output at slots 1..B-1
-    head: Tensor,  # [V, H], frozen
-    inputs: LossInputs,
-    config: LossConfig,
-) -> LossSums:
-    """The optimised path: at most `config.chunk_slots` rows of logits exist at a time."""
-    loss, weight, right = _ChunkedLoss.apply(hidden, head, inputs, config)  # type: ignore[no-untyped-call]
-    return _sums(loss, weight, right, inputs.valid)
-
-
 def plain_loss(hidden: Tensor, head: Tensor, inputs: LossInputs, config: LossConfig) -> LossSums:
     """The plain twin: all logits at once, gradient by autograd."""
     logits = functional.linear(hidden, head.to(hidden.dtype)).float()
     log_q = logits.log_softmax(-1)
     label_log_q = log_q.gather(-1, inputs.labels[..., None]).squeeze(-1)
-    weights = _weights(label_log_q.detach(), inputs.valid, config)
+    weights = slot_weights(label_log_q.detach(), inputs.valid, config)
     if config.teacher == "tokens":
         losses = -label_log_q
     elif config.teacher == "top":
-        losses = _top_losses(_top_teacher(inputs), log_q)
+        top = top_teacher(inputs)
+        losses = top_losses(top, log_q.flatten(0, 1).gather(1, top.ids)).view(weights.shape)
     else:
-        log_p = _teacher_logits(inputs, head, hidden.dtype).log_softmax(-1)
+        assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
+        teacher_logits = functional.linear(inputs.teacher_hidden.to(hidden.dtype), head.to(hidden.dtype)).float()
+        log_p = teacher_logits.log_softmax(-1)
         losses = (log_p.exp() * (log_p - log_q)).sum(-1)
-    weight = weights.sum() if config.weighting == "decay" else inputs.valid.sum().float()
-    return _sums((weights * losses).sum(), weight, logits.argmax(-1) == inputs.labels, inputs.valid)
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, inputs: LossInputs, config: LossConfig
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        head = head.to(hidden.dtype)
-        anchors, slots = inputs.labels.shape
-        blocks = max(1, config.chunk_slots // slots)
-        gradient = torch.empty_like(hidden)
-        right = torch.empty_like(inputs.valid)
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        weight = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, anchors, blocks):
-            cut = slice(begin, begin + blocks)
-            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, inputs.blocks(cut), config, gradient[cut])
-            loss += chunk_loss
-            weight += chunk_weight
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(weight, right)
-        return loss, weight, right
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None
-
-
-def _chunk(
-    hidden: Tensor,  # [n, B - 1, H]
-    head: Tensor,  # [V, H]
-    inputs: LossInputs,
-    config: LossConfig,
-    gradient: Tensor,  # [n, B - 1, H], written
-) -> tuple[Tensor, Tensor, Tensor]:  # loss [], denominator [], right [n, B - 1] bool
-    logits = _logits(hidden, head).float()
-    log_normaliser = logits.logsumexp(-1, keepdim=True)
-    labels = inputs.labels[..., None]
-    label_log_q = (logits.gather(-1, labels) - log_normaliser).squeeze(-1)
-    weights = _weights(label_log_q, inputs.valid, config)
     right = logits.argmax(-1) == inputs.labels
-    if config.teacher == "tokens":
-        losses = -label_log_q
-        difference = (logits - log_normaliser).exp_()
-        difference.scatter_add_(-1, labels, torch.full_like(labels, -1, dtype=difference.dtype))
-    elif config.teacher == "top":
-        top = _top_teacher(inputs)
-        log_q = logits - log_normaliser
-        losses = _top_losses(top, log_q)
-        q = log_q.exp_()
-        q_top = q.gather(-1, top.ids)
-        difference = q.mul_(1 - top.rest / _rest(q_top)).scatter_(-1, top.ids, q_top - top.probs)
-    else:
-        log_p = _teacher_logits(inputs, head, hidden.dtype).log_softmax(-1)
-        log_q = logits - log_normaliser
-        losses = (log_p.exp() * (log_p - log_q)).sum(-1)
-        difference = log_q.exp_() - log_p.exp_()
-    weighted = (difference * weights[..., None]).to(hidden.dtype)
-    torch.matmul(weighted.flatten(0, 1), head, out=gradient.flatten(0, 1))
-    weight = weights.sum() if config.weighting == "decay" else inputs.valid.sum().float()
-    return (weights * losses).sum(), weight, right
+    return loss_sums((weights * losses).sum(), denominator(weights, inputs.valid, config), right, inputs.valid)
 
 
-def _weights(label_log_q: Tensor, valid: Tensor, config: LossConfig) -> Tensor:
+def slot_weights(
+    label_log_q: Tensor,  # [n, B - 1], the drafter's log-probability of the label
+    valid: Tensor,  # [n, B - 1] bool
+    config: LossConfig,
+) -> Tensor:  # [n, B - 1]
+    """Every slot's weight; zero where it is not valid."""
     if config.weighting == "decay":
         return decay_weights(valid.shape[-1] + 1, config.gamma, valid.device) * valid
     return dpace_weights(label_log_q.exp(), valid, config.alpha)
 
 
+def denominator(
+    weights: Tensor,  # [n, B - 1]
+    valid: Tensor,  # [n, B - 1] bool
+    config: LossConfig,
+) -> Tensor:  # []
+    """What the summed loss is divided by."""
+    return weights.sum() if config.weighting == "decay" else valid.sum().float()
+
+
 @dataclass(frozen=True, slots=True)
-class _TopTeacher:
-    """The stored tokens [n, B - 1, K] int64, their probabilities, and the rest's [n, B - 1, 1], in float32."""
+class TopTeacher:
+    """The stored tokens [S, K] int64, their probabilities, and the rest's [S, 1], in float32."""
 
     ids: Tensor
     probs: Tensor
     rest: Tensor
 
 
-def _top_teacher(inputs: LossInputs) -> _TopTeacher:
+def top_teacher(inputs: LossInputs) -> TopTeacher:
+    """The stored teacher of all slots."""
     ids, log_probs = inputs.teacher_ids, inputs.teacher_log_probs
     assert ids is not None, "teacher 'top' needs the target's most probable tokens"
     assert log_probs is not None, "teacher 'top' needs their log-probabilities"
-    probs = log_probs.float().exp()
-    return _TopTeacher(ids.long(), probs, _rest(probs))
+    probs = log_probs.flatten(0, 1).float().exp()
+    return TopTeacher(ids.flatten(0, 1).long(), probs, rest_of(probs))
 
 
-def _rest(probs: Tensor) -> Tensor:
+def rest_of(probs: Tensor) -> Tensor:
     """1 - sum over the last axis, kept as an axis of one, at least MIN_REST."""
     return (1 - probs.sum(-1, keepdim=True)).clamp_min(MIN_REST)
 
 
-def _top_losses(top: _TopTeacher, log_q: Tensor) -> Tensor:
-    """sum_S p log(p / q) + r log(r / q_R), one number a slot. Zero probabilities count nothing."""
-    log_q_top = log_q.gather(-1, top.ids)
+def top_losses(
+    top: TopTeacher,
+    log_q_top: Tensor,  # [S, K], the drafter's log-probabilities of the stored tokens
+) -> Tensor:  # [S]
+    """sum p log(p / q) + r log(r / q_R) over the stored tokens. Zero probabilities count nothing."""
     inside = torch.special.xlogy(top.probs, top.probs) - top.probs * log_q_top
-    outside = top.rest * (top.rest / _rest(log_q_top.exp())).log()
+    outside = top.rest * (top.rest / rest_of(log_q_top.exp())).log()
     losses: Tensor = inside.sum(-1) + outside.squeeze(-1)
     return losses
 
 
-def _teacher_logits(inputs: LossInputs, head: Tensor, dtype: torch.dtype) -> Tensor:
-    assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
-    return _logits(inputs.teacher_hidden.to(dtype), head.to(dtype)).float()
-
-
-def _logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """[n, B - 1, H] to [n, B - 1, V] as one matrix product; of a strided input, linear would make a batched one."""
-    logits: Tensor = functional.linear(hidden.flatten(0, 1), head).unflatten(0, hidden.shape[:2])
-    return logits
-
-
-def _sums(loss: Tensor, weight: Tensor, right: Tensor, valid: Tensor) -> LossSums:
+def loss_sums(loss: Tensor, weight: Tensor, right: Tensor, valid: Tensor) -> LossSums:
+    """Loss and weight with the counts of right tokens [n, B - 1] at valid slots."""
     accepted, blocks = accepted_length(right, valid)
     return LossSums(
         loss=loss,

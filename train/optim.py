@@ -50,11 +50,12 @@ class Optimizer:
     """Moments, gradient buffer and scalars of one training run. Everything in it keeps its address."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimConfig, total_steps: int) -> None:
-        self._parameters = list(parameters)
+        self.parameters = sorted(parameters, key=lambda p: -p.dim())
+        """Matrices before vectors, so that neighbouring layers' matrices are neighbours in the gradient buffer."""
         self._config = config
         self._total_steps = total_steps
-        device = self._parameters[0].device
-        self.gradients = torch.zeros(sum(p.numel() for p in self._parameters), device=device)
+        device = self.parameters[0].device
+        self.gradients = torch.zeros(sum(p.numel() for p in self.parameters), device=device)
         """Flat float32 sums of the window's gradients; every parameter's `.grad` is a view of it."""
         self.step = torch.zeros((), dtype=torch.float64, device=device)
         """Updates that changed the weights: the schedule's step."""
@@ -62,11 +63,11 @@ class Optimizer:
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
         offset = 0
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
         self._adamw = torch.optim.AdamW(
-            self._parameters,
+            self.parameters,
             lr=self.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -97,7 +98,7 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint must hold, by name; the tensors themselves, not copies."""
         tensors = {"step": self.step, "skipped": self.skipped}
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             for name, value in self._adamw.state[parameter].items():
                 tensors[f"{index}.{name}"] = value
         return tensors

@@ -168,6 +168,7 @@ def _build(job: _Job, device: torch.device, world: World) -> tuple[Drafter, Opti
         seed=run.seed,
         log_rows=config.log_every,
         dtype=getattr(torch, run.dtype),
+        matmul=config.matmul,
         reduce_dtype=getattr(torch, config.reduce_dtype),
     )
     eager = EagerStep(drafter, optimizer, parts, store.manifest.record, run.loss, step_config, world)

@@ -13,6 +13,7 @@ from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
 from draftcache.train.loss import LossConfig
 from draftcache.train.optim import OptimConfig
 
+MATMULS = ("bf16", "fp8")
 REDUCE_DTYPES = ("float32", "bfloat16")
 FREE_ON_RESUME = (
     *("store", "out", "save_every", "keep", "log_every", "validate_every", "patience", "tensorboard", "graph"),
@@ -73,6 +74,7 @@ class TrainConfig:
     keep: int = 3  # newest checkpoints that stay; the best one stays in any case
     log_every: int = 10  # steps between two reads of the device
     tensorboard: bool = False
+    matmul: str = "bf16"  # "fp8": products with the target's head in 8 bits
     reduce_dtype: str = "float32"  # in which gradients travel between processes
     deterministic: bool = False
     graph: bool | None = None  # None: where the device can
@@ -88,6 +90,12 @@ class TrainConfig:
                 raise UsageError(f"{flag} {value}", needed="at least 1", do=f"correct {flag}")
         if self.graph and not self.device.startswith("cuda"):
             raise UsageError(f"--graph on {self.device}", needed="a CUDA device", do="use --no-graph")
+        if self.matmul not in MATMULS or (self.matmul == "fp8" and not self.device.startswith("cuda")):
+            raise UsageError(
+                f"--matmul {self.matmul} on {self.device}",
+                needed=f"one of {list(MATMULS)}, the latter on CUDA",
+                do="correct --matmul",
+            )
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise UsageError(
                 f"--reduce-dtype {self.reduce_dtype}", needed=f"one of {list(REDUCE_DTYPES)}", do="correct it"

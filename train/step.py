@@ -23,10 +23,14 @@ from draftcache.common.record import RecordSpec
 from draftcache.common.target import TargetParts
 from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
 from draftcache.train.attention import FlexAttention, GroupedAttention
+from draftcache.train.backbone import Backbone
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
+from draftcache.train.chunked_loss import chunked_loss
 from draftcache.train.drafter import Drafter
-from draftcache.train.loss import LossConfig, LossInputs, LossSums, chunked_loss
+from draftcache.train.head import Fp8Head, FrozenHead, Head
+from draftcache.train.loss import LossConfig, LossInputs, LossSums
 from draftcache.train.optim import Optimizer
+from draftcache.train.weights import ComputeWeights
 from draftcache.train.world import ALONE, World
 
 _HEAD_SUMS = ("loss", "weight", "accepted", "blocks")
@@ -40,7 +44,8 @@ class StepConfig:
     anchors: int  # per micro-batch
     seed: int
     log_rows: int  # steps whose metrics the device holds before the host fetches them
-    dtype: torch.dtype  # of products and activations
+    dtype: torch.dtype  # of activations
+    matmul: str = "bf16"  # "fp8": products with the head in 8 bits
     reduce_dtype: torch.dtype = torch.float32  # in which gradients travel between processes
 
 
@@ -73,16 +78,20 @@ class EagerStep:
         config: StepConfig,
         world: World = ALONE,
     ) -> None:
-        self._drafter = drafter
+        self._drafter = drafter.config
         self._optimizer = optimizer
+        self._weights = ComputeWeights(optimizer.parameters, optimizer.gradients, config.dtype)
+        self._backbone = Backbone(drafter, self._weights)
         self._embedding = parts.embedding.to(config.dtype)
         tied = parts.head is parts.embedding
-        self._head = self._embedding if tied else parts.head.to(config.dtype)
+        head = self._embedding if tied else parts.head.to(config.dtype)
+        self._head: FrozenHead = Fp8Head(head) if config.matmul == "fp8" else Head(head)
         self._record = record
         self._loss = loss
         self._config = config
         self._world = world
         device = parts.embedding.device
+        self._mask_token = torch.full((1,), drafter.config.mask_token_id, device=device)
         slots = drafter.config.block_size - 1
         self._sums = torch.zeros(len(_HEAD_SUMS) + 2 * slots, dtype=torch.float64, device=device)
         self.held_out_sums = torch.zeros_like(self._sums)
@@ -113,10 +122,15 @@ class EagerStep:
         self._world.sum(self._optimizer.gradients, self._config.reduce_dtype)
         self._world.sum(self._sums)
         self._optimizer.update(self._sums[1].float())
+        self._weights.refresh()
         row = torch.stack([t.double() for t in self._scalars()])
         self.log.index_copy_(0, self._log_index, torch.cat([row, self._sums])[None])
         self._log_index.copy_((self._log_index + 1) % self._config.log_rows)
         self._sums.zero_()
+
+    def refresh_weights(self) -> None:
+        """Follow the masters; needed after weights were loaded into them."""
+        self._weights.refresh()
 
     def clear_gradients(self) -> None:
         """Forget what the window has summed so far."""
@@ -127,16 +141,14 @@ class EagerStep:
 
     def _draw_blocks(self, batch: FlatBatch) -> Blocks:
         anchors, keep = draw_anchors(batch, self._config.seed, self._config.anchors)
-        drafter = self._drafter.config
-        return lay_out_blocks(batch, anchors, keep, drafter.block_size, drafter.mask_token_id)
+        return lay_out_blocks(batch, anchors, keep, self._drafter.block_size, self._drafter.mask_token_id)
 
     def _forward(self, batch: FlatBatch, blocks: Blocks) -> LossSums:
         taps = read_taps(batch.records, self._record, self._config.dtype)
-        context = self._drafter.context_keys(taps, batch.positions)
         kind = FlexAttention if taps.is_cuda else GroupedAttention
-        attention = kind(blocks, batch.tokens, self._drafter.config.rules)
-        embedded = self._embedding[blocks.input_ids.flatten()]
-        hidden = self._drafter(embedded, blocks.positions.flatten(), context, attention)
+        attention = kind(blocks, batch.tokens, self._drafter.rules)
+        distinct = self._embedding[torch.cat([self._mask_token, blocks.input_ids[:, 0]])]
+        hidden = self._backbone(distinct, blocks.positions, taps, batch.positions, attention)
         trained = hidden.view(*blocks.labels.shape, -1)[:, 1:]
         rows = blocks.teacher_rows[:, 1:]
         inputs = LossInputs(

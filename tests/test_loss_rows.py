@@ -1,0 +1,87 @@
+"""The Triton passes over logits and the fp8 head, each against its plain twin on the same device."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftcache.tests.helpers import gpu
+from draftcache.train.head import Fp8Head, Head
+from draftcache.train.loss_rows import (
+    plain_row_statistics,
+    plain_write_difference,
+    row_statistics,
+    write_difference,
+)
+
+SHAPES = [(3, 97), (5, 8192), (2, 8193), (4, 49_152), (7, 151_936)]
+
+
+def logits_pair(rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two sets of logits of different scale, peaked like a language model's."""
+    generator = torch.Generator(device="cuda").manual_seed(rows * vocabulary)
+    pair = [torch.randn(rows, vocabulary, device="cuda", generator=generator) * scale for scale in (2.0, 3.0)]
+    for logits in pair:
+        logits[:, ::89] += 6
+    return pair[0].to(dtype), pair[1].to(dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_teacher", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_statistics_equal_the_plain_twin(shape: tuple[int, int], with_teacher: bool, dtype: torch.dtype) -> None:
+    logits, teacher = logits_pair(*shape, dtype)
+    found = row_statistics(logits, teacher if with_teacher else None)
+    wanted = plain_row_statistics(logits, teacher if with_teacher else None)
+    torch.testing.assert_close(found.log_normaliser, wanted.log_normaliser, rtol=1e-6, atol=1e-5)
+    best = logits.gather(1, found.best[:, None])
+    assert torch.equal(best.squeeze(1), logits.amax(1))
+    if with_teacher:
+        assert found.divergence is not None
+        assert wanted.divergence is not None
+        torch.testing.assert_close(found.divergence, wanted.divergence, rtol=1e-4, atol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("with_teacher", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_differences_equal_the_plain_twin(shape: tuple[int, int], with_teacher: bool, out: torch.dtype) -> None:
+    logits, stored = logits_pair(*shape, torch.bfloat16)
+    teacher = stored if with_teacher else None
+    statistics = plain_row_statistics(logits, teacher)
+    coefficients = torch.rand(shape[0], device="cuda")
+    factor = 2.0**15 if out == torch.float8_e5m2 else 1.0
+    found, wanted = (torch.empty(shape, dtype=out, device="cuda") for _ in range(2))
+    write_difference(logits, statistics, coefficients, teacher, factor, found)
+    plain_write_difference(logits, statistics, coefficients, teacher, factor, wanted)
+    step = {torch.bfloat16: 2**-7, torch.float32: 1e-5, torch.float8_e5m2: 0.26}[out]
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=factor * 1e-7)
+    assert found.float().abs().sum() > 0
+
+
+@gpu
+def test_a_row_that_overwrites_its_own_logits_is_the_same() -> None:
+    logits, teacher = logits_pair(4, 9000, torch.bfloat16)
+    statistics = row_statistics(logits, teacher)
+    ones = torch.ones(4, device="cuda")
+    apart = torch.empty_like(logits)
+    write_difference(logits, statistics, ones, teacher, 1.0, apart)
+    write_difference(logits, statistics, ones, teacher, 1.0, logits)
+    assert torch.equal(apart, logits)
+
+
+@gpu
+def test_the_fp8_head_is_near_the_plain_one() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    weight = (torch.randn(4096, 256, device="cuda", generator=generator) * 0.05).bfloat16()
+    hidden = torch.randn(128, 256, device="cuda", generator=generator).bfloat16()
+    plain, fp8 = Head(weight), Fp8Head(weight)
+    wanted, found = plain.logits(hidden).float(), fp8.logits(hidden).float()
+    assert ((found - wanted).norm() / wanted.norm()).item() < 0.05
+    derivative = plain.logits(hidden).float().softmax(-1)
+    weights = torch.rand(128, device="cuda")
+    wanted = plain.hidden_gradient(derivative.bfloat16(), weights).float()
+    coded = (derivative * fp8.factor).to(torch.float8_e5m2)
+    found = fp8.hidden_gradient(coded, weights).float()
+    assert ((found - wanted).norm() / wanted.norm()).item() < 0.1

@@ -1,0 +1,119 @@
+"""The loss and its gradient in chunks of whole blocks, without ever holding the logits of all slots.
+
+The head is frozen, so the only gradient is that of the hidden states. Each chunk's is computed by hand in the forward
+pass, while its logits exist (formulas: `loss.py`, whose `plain_loss` is the twin); backward only scales it.
+
+Legend: A anchors, B block size, H width, n blocks of a chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftcache.train.head import FrozenHead
+from draftcache.train.loss import (
+    LossConfig,
+    LossInputs,
+    LossSums,
+    denominator,
+    loss_sums,
+    rest_of,
+    slot_weights,
+    top_losses,
+    top_teacher,
+)
+from draftcache.train.loss_rows import RowStatistics, row_statistics, write_difference
+
+
+def chunked_loss(
+    hidden: Tensor,  # [A, B - 1, H], the drafter's output at slots 1..B-1
+    head: FrozenHead,
+    inputs: LossInputs,
+    config: LossConfig,
+) -> LossSums:
+    """The optimised path: at most `config.chunk_slots` rows of logits exist at a time."""
+    loss, weight, right = _ChunkedLoss.apply(hidden, head, inputs, config)  # type: ignore[no-untyped-call]
+    return loss_sums(loss, weight, right, inputs.valid)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: FrozenHead, inputs: LossInputs, config: LossConfig
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        anchors, slots = inputs.labels.shape
+        blocks = max(1, config.chunk_slots // (slots + 1))
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        right = torch.empty_like(inputs.valid)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        weight = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, anchors, blocks):
+            cut = slice(begin, begin + blocks)
+            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, inputs.blocks(cut), config, gradient[cut])
+            loss += chunk_loss
+            weight += chunk_weight
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(weight, right)
+        return loss, weight, right
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outputs[0].to(gradient.dtype), None, None, None
+
+
+def _chunk(
+    hidden: Tensor,  # [n, B - 1, H]
+    head: FrozenHead,
+    inputs: LossInputs,
+    config: LossConfig,
+    gradient: Tensor,  # [n, B - 1, H], written
+) -> tuple[Tensor, Tensor, Tensor]:  # loss [], denominator [], right [n, B - 1] bool
+    shape = inputs.labels.shape
+    logits = head.logits(hidden.flatten(0, 1))
+    teacher_logits = _teacher_logits(inputs, head, hidden.dtype) if config.teacher == "last" else None
+    statistics = row_statistics(logits, teacher_logits)
+    labels = inputs.labels.flatten()[:, None]
+    label_log_q = _log_q(logits, statistics, labels)
+    weights = slot_weights(label_log_q.view(shape), inputs.valid, config)
+    coefficients, at, there = torch.ones_like(statistics.log_normaliser), None, None
+    if config.teacher == "tokens":
+        losses = -label_log_q.squeeze(1)
+        at, there = labels, label_log_q.exp() - 1
+    elif config.teacher == "top":
+        top = top_teacher(inputs)
+        at = top.ids
+        log_q_top = _log_q(logits, statistics, at)
+        losses = top_losses(top, log_q_top)
+        q_top = log_q_top.exp()
+        coefficients = (1 - top.rest / rest_of(q_top)).squeeze(1)
+        there = q_top - top.probs
+    else:
+        assert statistics.divergence is not None, "teacher 'last' needs the teacher's logits"
+        losses = statistics.divergence
+    derivative = head.derivative_like(logits)
+    write_difference(logits, statistics, coefficients, teacher_logits, head.factor, derivative)
+    if at is not None and there is not None:
+        _overwrite(derivative, at, there * head.factor)
+    gradient.flatten(0, 1).copy_(head.hidden_gradient(derivative, weights.flatten()))
+    loss = (weights.flatten() * losses).sum()
+    return loss, denominator(weights, inputs.valid, config), statistics.best.view(shape) == inputs.labels
+
+
+def _log_q(logits: Tensor, statistics: RowStatistics, at: Tensor) -> Tensor:
+    """The drafter's log-probabilities of tokens `at` [n, k], float32."""
+    return logits.gather(1, at).float() - statistics.log_normaliser[:, None]
+
+
+def _overwrite(derivative: Tensor, at: Tensor, values: Tensor) -> None:
+    """derivative[row, at[row]] = values[row]; float8 has no scatter of its own, its bytes have."""
+    values = values.to(derivative.dtype)
+    if derivative.element_size() == 1:
+        derivative, values = derivative.view(torch.uint8), values.view(torch.uint8)
+    derivative.scatter_(1, at, values)
+
+
+def _teacher_logits(inputs: LossInputs, head: FrozenHead, dtype: torch.dtype) -> Tensor:
+    assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
+    return head.logits(inputs.teacher_hidden.flatten(0, 1).to(dtype))
