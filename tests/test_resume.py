@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,19 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     shutil.rmtree(checkpoint_path(out, 2))
     resume(out, {})
     assert outcome(out) == outcome(uninterrupted)
+
+
+def test_kills_at_random_moments_leave_no_trace(tmp_path: Path) -> None:
+    """A few of the campaign of benchmarks/train_kills.py, in a process of its own because it forks."""
+    code = (
+        "import json, pathlib, sys, torch; torch.set_num_threads(1)\n"
+        "from draftcache.benchmarks.train_kills import kill_campaign\n"
+        "print(json.dumps(kill_campaign(pathlib.Path(sys.argv[1]), 5, 'cpu', 30)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["runs"] >= 5
+    assert figures["equal"] == figures["finished"] >= 1
 
 
 def test_a_finished_run_is_left_as_it_is(store: Store, tmp_path: Path) -> None:
