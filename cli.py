@@ -133,7 +133,9 @@ def extract(**flags: Any) -> None:
 @click.option("--keep", type=int, help="Newest checkpoints that stay, beside the best one.  [default: 3]")
 @click.option("--log-every", type=int, help="Steps between two looks at the device.  [default: 10]")
 @click.option("--tensorboard", is_flag=True, default=None, help="Log there too; needs the extra `tensorboard`.")
-@click.option("--matmul", type=click.Choice(["bf16", "fp8"]), help="Products with the head.  [default: bf16]")
+@click.option(
+    "--matmul", type=click.Choice(["bf16", "fp8"]), help="Products with the head and in the MLPs.  [default: bf16]"
+)
 @click.option("--reduce-dtype", type=DTYPES, help="Of gradients between processes.  [default: float32]")
 @click.option("--deterministic", is_flag=True, default=None, help="Bit-equal runs on CUDA, a little slower.")
 @click.option("--graph/--no-graph", default=None, help="Capture the step as CUDA graphs.  [default: on CUDA]")

@@ -27,12 +27,12 @@ def spoil(patch: pytest.MonkeyPatch, updates: set[int]) -> None:
     """Make the gradients of these updates, numbered from 0, not finite."""
     update, count = Optimizer.update, 0
 
-    def spoiling(optimizer: Optimizer, weight: torch.Tensor) -> None:
+    def spoiling(optimizer: Optimizer, weight: torch.Tensor, copies: torch.Tensor | None) -> None:
         nonlocal count
         if count in updates:
             optimizer.gradients[7] = math.nan
         count += 1
-        update(optimizer, weight)
+        update(optimizer, weight, copies)
 
     patch.setattr(Optimizer, "update", spoiling)
 

@@ -48,7 +48,7 @@ class Training:
 
     def take(self, *batches: FlatBatch) -> dict[str, float]:
         """One step over these micro-batches; returns its log row."""
-        index = int((self.optimizer.step + self.optimizer.skipped).item()) % len(self.step.log)
+        index = int(self.optimizer.step.item() + self.optimizer.skipped.item()) % len(self.step.log)
         for batch in batches:
             self.step.micro_step(batch)
         self.step.update()

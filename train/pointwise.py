@@ -54,10 +54,11 @@ def norm_rotate_backward(
     eps: float,
     cos: Tensor,  # [S, d / 2] float32
     sin: Tensor,  # [S, d / 2] float32
-) -> tuple[Tensor, Tensor]:  # d x [S, N, d], d scale [d] float32
+    dx: Tensor,  # [S, N, d], heads contiguous, written
+) -> Tensor:  # d scale [d] float32
     """Gradients of `norm_rotate`: the rotation backwards, then the norm's."""
     run = _kernels().norm_rotate_backward if x.is_cuda else plain_norm_rotate_backward
-    return run(gradient, x, scale, eps, cos, sin)
+    return run(gradient, x, scale, eps, cos, sin, dx)
 
 
 def swiglu(
@@ -98,14 +99,15 @@ def plain_norm_rotate(x: Tensor, scale: Tensor, eps: float, cos: Tensor, sin: Te
 
 
 def plain_norm_rotate_backward(
-    gradient: Tensor, x: Tensor, scale: Tensor, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, scale: Tensor, eps: float, cos: Tensor, sin: Tensor, dx: Tensor
+) -> Tensor:
     """The plain twin of `norm_rotate_backward`."""
     a, b = gradient.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     rotated_back = torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
-    dx, d_scale = _norm_gradients(rotated_back, x.float(), scale.float(), eps)
-    return dx.to(x.dtype), d_scale
+    exact, d_scale = _norm_gradients(rotated_back, x.float(), scale.float(), eps)
+    dx.copy_(exact)
+    return d_scale
 
 
 def plain_swiglu(gate_up: Tensor) -> Tensor:

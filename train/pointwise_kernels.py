@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 528  # of the norm's backward pass: four for each of an H200's processors
-_HEAD_ROWS = 16
+_HEAD_ROWS = 32
 _GATE_BLOCK = 1024
 
 
@@ -74,13 +74,12 @@ def norm_rotate(x: Tensor, scale: Tensor, eps: float, cos: Tensor, sin: Tensor) 
 
 
 def norm_rotate_backward(
-    gradient: Tensor, x: Tensor, scale: Tensor, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, scale: Tensor, eps: float, cos: Tensor, sin: Tensor, dx: Tensor
+) -> Tensor:
     """See pointwise.norm_rotate_backward."""
     rows, heads, width = x.shape
     if gradient.stride(2) != 1:
         gradient = gradient.contiguous()
-    dx = torch.empty(rows, heads, width, dtype=x.dtype, device=x.device)
     programs = triton.cdiv(rows, _HEAD_ROWS)
     partial = torch.empty(programs, heads, width, dtype=torch.float32, device=x.device)
     _norm_rotate_backward_kernel[(programs, heads)](
@@ -94,6 +93,8 @@ def norm_rotate_backward(
         cos,
         sin,
         dx,
+        dx.stride(0),
+        dx.stride(1),
         partial,
         rows,
         heads,
@@ -103,7 +104,7 @@ def norm_rotate_backward(
         HALF=triton.next_power_of_2(width // 2),
         num_warps=4,
     )
-    return dx, partial.sum((0, 1))
+    return partial.sum((0, 1))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    return max(1, min(8, block // 512))
 
 
 @triton.jit
@@ -216,6 +217,8 @@ def _norm_rotate_backward_kernel(
     cos_ptr,
     sin_ptr,
     dx_ptr,
+    dx_row_stride,
+    dx_head_stride,
     partial_ptr,
     rows,
     heads,
@@ -246,7 +249,7 @@ def _norm_rotate_backward_kernel(
     d_a *= tl.load(scale_ptr + column, mask=column < half, other=0.0).to(tl.float32)
     d_b *= tl.load(scale_ptr + half + column, mask=column < half, other=0.0).to(tl.float32)
     mean = ((tl.sum(d_a * a, axis=1) + tl.sum(d_b * b, axis=1)) / (2 * half))[:, None]
-    at = (row.to(tl.int64) * heads + head) * (2 * half) + column
+    at = row.to(tl.int64) * dx_row_stride + head * dx_head_stride + column
     tl.store(dx_ptr + at, (inverse * (d_a - a * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(dx_ptr + at + half, (inverse * (d_b - b * mean)).to(dx_ptr.dtype.element_ty), mask=inside)
 

@@ -74,7 +74,7 @@ class TrainConfig:
     keep: int = 3  # newest checkpoints that stay; the best one stays in any case
     log_every: int = 10  # steps between two reads of the device
     tensorboard: bool = False
-    matmul: str = "bf16"  # "fp8": products with the target's head in 8 bits
+    matmul: str = "bf16"  # "fp8": products with the head and in the MLPs in 8 bits
     reduce_dtype: str = "float32"  # in which gradients travel between processes
     deterministic: bool = False
     graph: bool | None = None  # None: where the device can
