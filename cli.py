@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from draftcache.common.errors import DraftcacheError
+from draftcache.common.errors import DraftcacheError, UsageError, first_line
 from draftcache.common.version import VERSION
 
 USER_ERROR = 2
@@ -31,6 +32,25 @@ class _IntList(click.ParamType[tuple[int, ...]]):
 
 INTS = _IntList()
 DTYPES = click.Choice(["bfloat16", "float32"])
+
+
+CONFIG_HELP = "TOML file of these flags without their dashes in front; flags given here overrule it."
+RESUME_HELP = "Go on with RUN, or with --out, where it stopped; no other flag is needed."
+
+
+def _flags_of_file(context: click.Context, option: click.Parameter, path: Path | None) -> None:
+    """Take a TOML file's values as the command's defaults."""
+    if path is None:
+        return
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {first_line(error)}", needed="a TOML file", do="check --config") from None
+    options = {p.opts[0].lstrip("-"): p.name for p in context.command.params if p is not option}
+    wrong = [name for name, value in values.items() if name not in options or isinstance(value, dict | list)]
+    if wrong:
+        raise UsageError(f"{path} has {wrong}", needed="single values named like flags", do="see --help")
+    context.default_map = {options[name]: str(value) for name, value in values.items()}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -77,8 +97,10 @@ def extract(**flags: Any) -> None:
 
 
 @cli.command()
-@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
-@click.option("--out", type=FOLDER, required=True, help="Folder of the run to make.")
+@click.option("--config", type=FOLDER, is_eager=True, callback=_flags_of_file, expose_value=False, help=CONFIG_HELP)
+@click.option("--store", type=FOLDER, help="Store made by `extract`.")
+@click.option("--out", type=FOLDER, help="Folder of the run to make.")
+@click.option("--resume", is_flag=False, flag_value="", metavar="[RUN]", help=RESUME_HELP)
 @click.option("--num-layers", type=int, help="Drafter layers.  [default: 5]")
 @click.option("--heads", "num_heads", type=int, help="Query heads.  [default: the target's]")
 @click.option("--kv-heads", "num_kv_heads", type=int, help="Key and value heads.  [default: the target's]")
@@ -103,23 +125,33 @@ def extract(**flags: Any) -> None:
 @click.option("--clip", type=float, help="Limit of the gradient's norm.  [default: 1.0]")
 @click.option("--weight-decay", type=float, help="[default: 0]")
 @click.option("--seed", type=int, help="Of initial weights, order and anchors.  [default: 0]")
-@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: only at the end]")
+@click.option("--init-from", type=FOLDER, help="Released drafter to begin with, as z-lab or `export` writes it.")
+@click.option("--validation-share", type=float, help="Share of the samples that is held out.  [default: 0.01]")
+@click.option("--validate-every", type=int, help="Steps between validations.  [default: 500, and at the end]")
+@click.option("--patience", type=int, help="Stop after so many validations without a better accepted length.")
+@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: the best ones and the last]")
+@click.option("--keep", type=int, help="Newest checkpoints that stay, beside the best one.  [default: 3]")
 @click.option("--log-every", type=int, help="Steps between two looks at the device.  [default: 10]")
+@click.option("--tensorboard", is_flag=True, default=None, help="Log there too; needs the extra `tensorboard`.")
+@click.option(
+    "--matmul", type=click.Choice(["bf16", "fp8"]), help="Products with the head and in the MLPs.  [default: bf16]"
+)
+@click.option("--reduce-dtype", type=DTYPES, help="Of gradients between processes.  [default: float32]")
+@click.option("--deterministic", is_flag=True, default=None, help="Bit-equal runs on CUDA, a little slower.")
 @click.option("--graph/--no-graph", default=None, help="Capture the step as CUDA graphs.  [default: on CUDA]")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")
-def train(**flags: Any) -> None:
-    """Train a drafter on STORE and write it to OUT."""
-    from draftcache.train.loss import LossConfig
-    from draftcache.train.optim import OptimConfig
-    from draftcache.train.run import train as run
-    from draftcache.train.setup import GeometryOptions, TrainConfig
+def train(resume: str | None, **flags: Any) -> None:
+    """Train a drafter on STORE and write it to OUT. Many processes: start it with torchrun."""
+    from draftcache.train.run import resume as go_on
+    from draftcache.train.run import train as begin
+    from draftcache.train.settings import build_config
 
     given = _given(flags)
-    parts = {"geometry": GeometryOptions, "loss": LossConfig, "optim": OptimConfig}
-    nested = {name: cls(**_take(given, cls)) for name, cls in parts.items()}
-    result = run(TrainConfig(**given, **nested))
-    m = result.metrics
-    click.echo(f"{result.checkpoint}: loss {m['loss']:.4f}, accepted length {m['accepted_length']:.3f}")
+    result = begin(build_config(given)) if resume is None else go_on(_run_folder(resume, given), given)
+    if result.first:
+        _show_training(result)
+    if result.end.signal is not None:
+        sys.exit(128 + result.end.signal)
 
 
 @cli.command()
@@ -266,9 +298,30 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _take(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """Move the fields of `cls` out of `given`."""
-    return {f.name: given.pop(f.name) for f in dataclasses.fields(cls) if f.name in given}
+def _run_folder(resume: str, given: dict[str, Any]) -> Path:
+    """The run to go on with: `--resume RUN`, or `--resume --out RUN`."""
+    out = given.pop("out", None)
+    if not resume and out is None:
+        raise UsageError("--resume alone", needed="a run", do="pass --resume RUN, or --resume and --out RUN")
+    if resume and out is not None and Path(resume).resolve() != out.resolve():
+        raise UsageError(f"--resume {resume} with --out {out}", needed="one run", do="leave --out away")
+    return Path(resume) if resume else out
+
+
+def _show_training(result: Any) -> None:
+    """The summary at a run's end."""
+    end, metrics, validation = result.end, result.metrics, result.end.validation
+    words = {"finished": "finished", "stopped": "stopped as asked", "patience": "stopped: no better validation"}
+    click.echo(f"{words[end.reason]} after step {end.progress.step}, {end.progress.skipped} updates skipped")
+    for name, row in (("training", metrics), ("held out", validation)):
+        if row and row["loss"] is not None and row["accepted_length"] is not None:
+            click.echo(f"  {name}: loss {row['loss']:.4f}, accepted length {row['accepted_length']:.3f}")
+    if end.progress.best is not None:
+        best = end.progress.best
+        click.echo(f"  best validation: accepted length {best.accepted_length:.3f} at step {best.step}")
+    click.echo(f"  {result.checkpoint}")
+    if end.reason == "stopped":
+        click.echo(f"go on with: draftcache train --resume {result.checkpoint.parent}")
 
 
 def _table(cls: type[Any], rows: Sequence[Any], leave_out: Sequence[str] = ()) -> None:

@@ -46,7 +46,8 @@ from draftcache.train.optim import OptimConfig
 from draftcache.train.prompts import read_prompts
 from draftcache.train.replay import Replay, replay_stored
 from draftcache.train.run import train
-from draftcache.train.setup import GeometryOptions, TrainConfig, resolve
+from draftcache.train.settings import GeometryOptions, TrainConfig
+from draftcache.train.setup import resolve
 from draftcache.train.verify_block import Sampling
 
 HELD_OUT = 20

@@ -17,7 +17,7 @@ from draftcache.train.decode import Plain, TargetDecoder, speculate
 from draftcache.train.evaluate import TIE_ULPS, EvaluateConfig, _difference, evaluate
 from draftcache.train.export import ExportConfig, export
 from draftcache.train.run import train
-from draftcache.train.setup import GeometryOptions, TrainConfig
+from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.tally import Tally
 from draftcache.train.verify_block import Sampling
 

@@ -30,7 +30,7 @@ from draftcache.train.released import (
     tensor_shapes,
 )
 from draftcache.train.run import train
-from draftcache.train.setup import GeometryOptions, TrainConfig
+from draftcache.train.settings import GeometryOptions, TrainConfig
 
 CPU = torch.device("cpu")
 KINDS = {"full": "full,full", "sliding": "sliding,sliding", "mixed": "sliding,full"}

@@ -17,7 +17,7 @@ from draftcache.train.export import ExportConfig, export
 from draftcache.train.parity import slot_logits
 from draftcache.train.released import load_released
 from draftcache.train.run import train
-from draftcache.train.setup import GeometryOptions, TrainConfig
+from draftcache.train.settings import GeometryOptions, TrainConfig
 
 CPU = torch.device("cpu")
 

@@ -114,7 +114,7 @@ def _drafter_rows(run: Run, checkpoint: str) -> list[tuple[str, object]]:
         ("teacher", loss.teacher),
         ("weighting", f"decay, gamma {gamma}" if loss.weighting == "decay" else f"D-PACE, alpha {loss.alpha}"),
         ("steps", f"{run.steps}; this is {checkpoint}"),
-        ("micro-batches a step, anchors in each", f"{run.accumulate}, {run.anchors}"),
+        ("micro-batches a step, anchors in each", f"{run.micro_batches}, {run.anchors}"),
         ("batching", f"{run.batching.kind}, {run.batching.token_budget} tokens"),
         ("peak learning rate", run.optim.lr),
         ("seed", run.seed),
