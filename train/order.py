@@ -46,10 +46,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class BucketIndex:
-    """What ordering needs to know of a bucket: sample numbers [N] and lengths [N]."""
+    """What ordering needs to know of a bucket: sample numbers [N], lengths [N], and rows that are left out."""
 
     samples: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
+    void: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ def _mix(state: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64] | 
 
 def _shuffled(index: BucketIndex, seed: int, epoch: int) -> Sequence[int]:
     order: list[int] = np.argsort(hash32(seed, epoch, index.samples, salt=0), kind="stable").tolist()
-    return order
+    return [row for row in order if row not in index.void]
 
 
 def _bucketed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, epoch: int) -> list[MicroBatch]:
@@ -141,7 +142,7 @@ def _bucketed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int,
         count = len(index.samples)
         rows, stride = batching.bucket_rows(ceiling, count), row_stride(ceiling)
         order = _shuffled(index, seed, epoch)
-        for begin in range(0, count, rows):
+        for begin in range(0, len(order), rows):
             chosen = tuple(
                 Row(ceiling, row, int(index.samples[row]), int(index.lengths[row]), position * stride)
                 for position, row in enumerate(order[begin : begin + rows])
@@ -152,7 +153,9 @@ def _bucketed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int,
 
 def _packed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, epoch: int) -> list[MicroBatch]:
     """Rows back to back, each from a whole chunk; a row that does not fit begins the next micro-batch."""
-    everything = [(c, row) for c, index in sorted(buckets.items()) for row in range(len(index.samples))]
+    everything = [
+        (c, row) for c, index in sorted(buckets.items()) for row in range(len(index.samples)) if row not in index.void
+    ]
     samples = np.array([buckets[c].samples[row] for c, row in everything], dtype=np.int64)
     tokens = round_up(batching.token_budget, CONTEXT_MULTIPLE)
     batches: list[MicroBatch] = []

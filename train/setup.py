@@ -13,7 +13,7 @@ import torch
 
 from draftcache.common.errors import UsageError
 from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
-from draftcache.common.manifest import TargetIdentity
+from draftcache.common.manifest import PLAIN_ENDS, TargetEnds, TargetIdentity
 from draftcache.common.store import Store
 from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
@@ -80,6 +80,7 @@ def resolve(config: TrainConfig, store: Store) -> Run:
     """The run that `config` describes on this store. Raises UsageError for what cannot work."""
     check_device(config.device)
     manifest = store.manifest
+    _check_ends(manifest.ends)
     loss = dataclasses.replace(config.loss, teacher=_teacher(config.loss.teacher, manifest.settings.teacher))
     drafter = _drafter_config(config.geometry, manifest.target, manifest.settings.layer_ids)
     _check_mask_token(drafter.mask_token_id, manifest.target, store)
@@ -114,9 +115,19 @@ def resolve(config: TrainConfig, store: Store) -> Run:
     )
 
 
+def _check_ends(ends: TargetEnds) -> None:
+    if ends != PLAIN_ENDS:
+        raise UsageError(
+            f"the target scales its embedding by {ends.embedding_scale:g} and its logits by {ends.logit_scale:g}, and "
+            f"caps them at {ends.logit_softcap}",
+            needed="a target whose embedding and head are used as they are: servers differ in what a drafter gets",
+            do="train on another target; the store itself is right",
+        )
+
+
 def bucket_index(store: Store) -> dict[int, BucketIndex]:
     """What ordering needs to know of a store."""
-    return {c: BucketIndex(b.samples.samples, b.samples.lengths) for c, b in store.buckets.items()}
+    return {c: BucketIndex(b.samples.samples, b.samples.lengths, b.void_rows) for c, b in store.buckets.items()}
 
 
 def _teacher(asked: str | None, stored: str) -> str:
