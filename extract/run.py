@@ -94,6 +94,7 @@ def _run(config: ExtractConfig, plan: Plan, found: Store | None, todo: Sequence[
         _prove(plan, todo[0], target, forward, device)
         store = found or _begin_store(config, plan, target)
         _write_all(plan, todo, store, forward, device)
+    store.read_journal()
     return store
 
 
