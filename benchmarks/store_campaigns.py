@@ -3,8 +3,10 @@
     python -m draftcache.benchmarks.store_campaigns faults [--count 2000]
     python -m draftcache.benchmarks.store_campaigns kills [--count 100]
 
-`faults` changes one file of a small store at random (bits, bursts, cuts, deletions; shards, index, gaps, journal,
-metadata, ids, masks, the target's parts) and asks `verify`. A fault is harmless only if the file's bytes are unchanged.
+`faults` changes one file of a small store at random (bits, bursts, cuts, deletions, another file of the same size in
+its place; shards, index, gaps, journal, metadata, ids, masks, the target's parts) and asks `verify`. A fault is
+harmless only if the file's bytes are unchanged, or if all that it did was to put half a line behind a journal that is
+complete, which is what a crash leaves and readers pass over.
 `kills` starts an extraction with --resume again and again and kills each at a random moment, until one finishes; then
 it compares the store with an uninterrupted one, byte for byte, and begins anew. Rows are bench_store's.
 """
@@ -14,10 +16,12 @@ import contextlib
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -32,15 +36,19 @@ from draftcache.extract.run import extract
 from draftcache.tests.stores import flip_bit, tiny_config, tiny_data, tiny_store, tiny_target
 
 
-def inject(path: Path, rng: random.Random) -> str:
-    """Damage one file; returns what was done."""
+def inject(path: Path, files: list[Path], rng: random.Random) -> str:
+    """Damage one of a store's files; returns what was done."""
     before = path.read_bytes()
-    kind = rng.choice(["flip", "flip", "flip", "burst", "cut", "longer", "zero", "empty", "delete"])
+    twins = [other for other in files if other != path and other.stat().st_size == len(before)]
+    kinds = ["flip", "flip", "flip", "burst", "cut", "longer", "zero", "empty", "delete"]
+    kind = rng.choice(kinds + ["swap", "swap"] * bool(twins))
     at = rng.randrange(len(before))
     if kind == "flip":
         flip_bit(path, at, rng.randrange(8))
     elif kind == "delete":
         path.unlink()
+    elif kind == "swap":  # a shard among them has checksums that are right
+        shutil.copyfile(rng.choice(twins), path)
     else:
         burst = before[:at] + rng.randbytes(min(64, len(before) - at)) + before[at + 64 :]
         contents = {"burst": burst, "cut": before[:at], "longer": before + bytes(4096), "empty": b""}
@@ -57,18 +65,28 @@ def faults(folder: Path, count: int) -> None:
     for _ in tqdm(range(count), desc="faults", disable=None):
         path = rng.choice(files)
         before = path.read_bytes()
-        kind = inject(path, rng)
+        kind = inject(path, files, rng)
         try:
             found = bool(verify_store(store).damage)
         except StoreError:
             found = True
-        changed = not path.exists() or path.read_bytes() != before
+        result = "detected" if found else "harmless" if _harmless(path, before) else "silent"
         path.write_bytes(before)
-        outcome["detected" if found else "silent" if changed else "harmless"] += 1
-        if changed and not found:
+        outcome[result] += 1
+        outcome["swaps"] += kind == "swap"
+        if result == "silent":
             print(f"SILENT: {kind} in {path}")
-    metrics = {"injected": count, **{name: outcome[name] for name in ("detected", "harmless", "silent")}}
+    metrics = {"injected": count, **{name: outcome[name] for name in ("swaps", "detected", "harmless", "silent")}}
     append_row("bench_store", "faults", metrics)
+    if outcome["silent"]:
+        sys.exit("faults went unnoticed")
+
+
+def _harmless(path: Path, before: bytes) -> bool:
+    """Whether a file is as it was, or a journal behind whose complete lines stands half a one."""
+    now = path.read_bytes() if path.exists() else None
+    half_a_line = now is not None and now.startswith(before) and b"\n" not in now[len(before) :]
+    return now == before or (path.parent.name == FOLDER and half_a_line)
 
 
 def kills(folder: Path, count: int) -> None:
@@ -96,9 +114,15 @@ def _in_child(config: ExtractConfig, patience: float | None) -> bool:
     """Extract in a forked process, killed after `patience` seconds; whether it finished."""
     pid = os.fork()
     if pid == 0:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):  # noqa: PTH123
-            extract(config)
-        os._exit(0)
+        status = 1
+        try:
+            with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):  # noqa: PTH123
+                extract(config)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:  # never back into the parent's frames
+            os._exit(status)
     deadline = time.perf_counter() + (patience or 600)
     while time.perf_counter() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)

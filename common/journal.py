@@ -70,7 +70,7 @@ def read_journal(store: Path) -> Iterator[JournalEntry]:
                 raise DamageError(
                     f"{path}: line {number} fails its checksum",
                     needed="an undamaged journal",
-                    do="delete the file and run `draftcache extract --resume`, which then checks every shard",
+                    do="delete the file and run `draftcache extract --resume`, which then writes its shards again",
                 )
             yield entry
 

@@ -111,3 +111,8 @@ class ShardGeometry:
         """Size of a shard whose rows have these lengths."""
         chunks = sum(self.live_chunks(length) for length in lengths)
         return chunks * self.chunk_span + round_up(self.index_bytes, PAGE)
+
+    def packed_bytes(self, lengths: list[int]) -> int:
+        """Size of the same shard as stock Zarr writes it, chunk behind chunk without gaps."""
+        chunks = sum(self.live_chunks(length) for length in lengths)
+        return chunks * (self.chunk_bytes + CHECKSUM_BYTES) + self.index_bytes

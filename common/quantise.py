@@ -70,10 +70,7 @@ def dequantise(
 ) -> Tensor:  # [..., n]
     """Decode on the values' device."""
     scale = (codes.int() << 23).view(torch.float32)
-    if form is MXFP8:
-        plain = values.view(torch.float8_e4m3fn).float()
-    else:
-        plain = _decode_e2m1(values)
+    plain = values.view(torch.float8_e4m3fn).float() if form is MXFP8 else _decode_e2m1(values)
     decoded: Tensor = (plain.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
     return decoded.to(dtype)
 

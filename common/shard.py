@@ -4,10 +4,10 @@ Inside a shard the only codecs are Zarr's own `bytes` and `crc32c`, so any reade
 chunks lie (`layout.ShardGeometry`): the sharding specification allows gaps between chunks, and gaps that align them let
 one O_DIRECT `preadv` bring payloads straight into the caller's buffer and checksums into scratch pages.
 
-Every byte of a file follows from the records and their lengths: the gaps are zero and the index is known beforehand. So
-reading a row checks the size, the index, every checksum and every gap. What a checksum beside its own data cannot say is
-whether this is the row that was written here: a sound shard copied over another passes it. So the journal keeps a digest
-of every row, and a row must match that too. Any difference is a DamageError.
+Every byte of a file follows from the records and their lengths: the gaps are zero and the index is known beforehand.
+So reading a row checks the size, the index, every checksum and every gap. What a checksum beside its own data cannot
+say is whether this is the row that was written here: a sound shard copied over another passes it. So the journal keeps
+a digest of every row, and a row must match that too. Any difference is a DamageError.
 """
 
 import errno
@@ -37,7 +37,7 @@ _READ_DO = "run `draftcache extract --resume` with the first run's settings, or 
 
 def crc32c(data: npt.NDArray[np.generic]) -> int:
     """The crc32c of contiguous memory. Other threads run meanwhile."""
-    return int(_crc32c(data, gil_release_mode=1))
+    return int(_crc32c(data.data, gil_release_mode=1))
 
 
 def row_digest(checksums: Sequence[int]) -> int:
@@ -170,11 +170,10 @@ class RowReader:
         index_bytes = shard.geometry.index_bytes
         nbytes = round_up(index_bytes, PAGE)
         pages = self._pages(nbytes // PAGE)
-        _transfer(os.preadv, fd, [pages.reshape(-1)], size - nbytes)
         found = pages.reshape(-1)
-        if found[:-index_bytes].any() or not np.array_equal(
-            found[-index_bytes:], shard_index(shard.geometry, shard.lengths)
-        ):
+        read = _transfer(os.preadv, fd, [found], size - nbytes)
+        right = np.array_equal(found[-index_bytes:], shard_index(shard.geometry, shard.lengths))
+        if read != nbytes or not right or found[:-index_bytes].any():
             raise shard_damage(shard.path, shard.samples, "has a damaged index")
         self._sound_indexes.add(shard.path)
         return nbytes

@@ -104,16 +104,18 @@ class Bucket:
     @cached_property
     def aligned(self) -> bool:
         """Whether the shards have this project's layout; another tool may have written the array anew."""
+        path = self._folder / "records" / "zarr.json"
         try:
-            found = json.loads((self._folder / "records" / "zarr.json").read_text())
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise DamageError(
+                f"{path}: {first_line(error)}", needed="the array's metadata", do="extract again"
+            ) from None
+        try:
             grid, codec = found["chunk_grid"]["configuration"]["chunk_shape"], found["codecs"][0]["configuration"]
             chunks, codecs = codec["chunk_shape"], [c["name"] for c in codec["codecs"]]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DamageError(
-                f"{self._folder}/records/zarr.json: {first_line(error)}",
-                needed="the array's metadata",
-                do="extract again",
-            ) from None
+        except (LookupError, TypeError):  # an array without shards, or whatever zarr-python makes of it
+            return False
         g = self.geometry
         ours = [g.rows, g.stride, g.record_bytes], [1, CHUNK_TOKENS, g.record_bytes], ["bytes", "crc32c"]
         return (grid, chunks, codecs) == ours
@@ -146,12 +148,20 @@ class Bucket:
         return shard
 
     def read_row(self, reader: RowReader, row: int, out: Bytes) -> int:
-        """Fill `out` ([at least the row's chunks] uint8) with one row's records, every byte checked; returns bytes read.
+        """Fill `out` ([at least the row's chunks] uint8) with one row's records, all checked; returns bytes read.
 
-        An array that another tool wrote anew is read through zarr-python, and held against the journal's digests too.
+        An array, or a single shard, that another tool wrote anew is read through zarr-python, and held against the
+        journal's digests too.
         """
         shard, position = self.shard(row // self.rows), row % self.rows
-        return reader.read_row(shard, position, out) if self.aligned else self._read_foreign(shard, row, position, out)
+        if not self.aligned:
+            return self._read_foreign(shard, row, position, out)
+        try:
+            return reader.read_row(shard, position, out)
+        except DamageError:
+            if not _is_packed(shard):
+                raise
+        return self._read_foreign(shard, row, position, out)
 
     def _read_foreign(self, shard: ShardFile, row: int, position: int, out: Bytes) -> int:
         length = shard.lengths[position]
@@ -186,7 +196,7 @@ class Store:
             bucket = self.buckets.get(entry.bucket)
             if bucket is None or entry.shard >= bucket.shard_count:
                 raise DamageError(
-                    f"{self.path}: the journal names shard {entry.shard} of bucket {entry.bucket}, which is not planned",
+                    f"{self.path}: the journal names shard {entry.shard} of bucket {entry.bucket}, not in the plan",
                     needed="the journal of this store",
                     do="delete its folder and run `draftcache extract --resume`, which then writes every shard again",
                 )
@@ -286,6 +296,12 @@ def committed_files(path: Path) -> tuple[StoredFile, ...]:
     """Every file that the making of a store wrote before the first shard, with size and SHA-256, by name."""
     files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.endswith(PARTIAL_SUFFIX))
     return tuple(StoredFile(name=str(p.relative_to(path)), size=p.stat().st_size, digest=digest_file(p)) for p in files)
+
+
+def _is_packed(shard: ShardFile) -> bool:
+    """Whether a shard has the size that stock Zarr gives it, which puts no gaps between chunks."""
+    packed = shard.geometry.packed_bytes(list(shard.lengths))
+    return shard.path.is_file() and shard.path.stat().st_size == packed
 
 
 def _write_small(group: zarr.Group, name: str, values: npt.NDArray[Any], chunk_rows: int) -> None:

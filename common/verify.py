@@ -96,13 +96,11 @@ def check_shards(store: Store, title: str) -> Iterator[CheckedShard]:
 
 
 def _check_shard(bucket: Bucket, shard: int, reader: RowReader, out: Bytes) -> CheckedShard:
-    read, damage = 0, None
+    read, damage, geometry = 0, None, bucket.geometry
     try:
         lengths = bucket.shard(shard).lengths
         for row, length in zip(bucket.shard_rows(shard), lengths, strict=True):
-            read += bucket.read_row(
-                reader, row, out[: bucket.geometry.live_chunks(length) * bucket.geometry.chunk_bytes]
-            )
+            read += bucket.read_row(reader, row, out[: geometry.live_chunks(length) * geometry.chunk_bytes])
     except DamageError as error:
         damage = error
     return CheckedShard(bucket=bucket.ceiling, shard=shard, bytes_read=read, damage=damage)

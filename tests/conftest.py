@@ -3,6 +3,7 @@
 The builders are imported inside, so that tests without a model start without torch and transformers.
 """
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from draftcache.common.store import Store
+    from draftcache.common.target import Target
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +20,16 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from draftcache.tests.stores import tiny_target
 
     return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: Path) -> "Target":
+    """The tiny target, loaded."""
+    import torch
+
+    from draftcache.common.target import load_target
+
+    return load_target(target_folder, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +46,20 @@ def store(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> "Sto
     from draftcache.tests.stores import tiny_store
 
     return tiny_store(tmp_path_factory.mktemp("store"), target=target_folder)
+
+
+@pytest.fixture
+def copied(store: "Store", tmp_path: Path) -> "Store":
+    """A copy of the tiny store that may be damaged."""
+    from draftcache.common.store import open_store
+
+    shutil.copytree(store.path, tmp_path / "store")
+    return open_store(tmp_path / "store")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Six good lines in all three buckets."""
+    from draftcache.tests.stores import tiny_data
+
+    return tiny_data(tmp_path / "data.jsonl", count=6)

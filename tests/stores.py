@@ -182,6 +182,11 @@ def tiny_store(
     return extract(tiny_config(folder / "store", target=target, data=[data], layer_ids=layer_ids, teacher=teacher))
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its name in there."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
     """Flip one bit of a file in place; a negative offset counts from its end."""
     with path.open("r+b") as file:

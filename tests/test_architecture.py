@@ -13,6 +13,7 @@ ROOMS = ("common", "extract", "train")
 MAY_IMPORT = {"common": {"common"}, "extract": {"common", "extract"}, "train": {"common", "train"}}
 MAX_LINES = 350
 FILES = [*sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py")), ROOT / "cli.py"]
+BESIDE = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py"))
 
 
 def imported_rooms(path: Path) -> Iterator[str]:
@@ -43,6 +44,13 @@ def test_files_stay_small_and_documented(path: Path) -> None:
             inside = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef) and node in n.body]
             private = any(isinstance(n, ast.FunctionDef) or n.name.startswith("_") for n in inside)
             assert private or ast.get_docstring(node) or node.name == "convert", f"{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", BESIDE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_beside_the_rooms_stay_small_too(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text))
 
 
 def test_the_command_line_starts_without_torch() -> None:

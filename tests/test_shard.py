@@ -1,9 +1,8 @@
-"""The aligned shard: what is written comes back, any reader opens it, and no damage goes unnoticed."""
+"""The aligned shard: what is written comes back, any reader opens it, and a failing write leaves nothing."""
 
 import errno
 import hashlib
 import os
-import random
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,73 +16,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.codecs import Crc32cCodec
 
-from draftcache.common.errors import DamageError
 from draftcache.common.layout import CHUNK_TOKENS, PAGE, ShardGeometry
 from draftcache.common.memory import aligned_bytes
-from draftcache.common.shard import Bytes, RowReader, crc32c, write_shard
+from draftcache.common.shard import Bytes, RowReader, ShardFile, crc32c, row_digest, write_shard
+from draftcache.tests.shards import (
+    GEOMETRY,
+    LENGTHS,
+    LIVE,
+    assert_reads_back,
+    make_records,
+    refuse_direct,
+    written,
+)
 
-GEOMETRY = ShardGeometry(rows=3, ceiling=130, record_bytes=64)
-LENGTHS = [130, 1, 65]
-SAMPLES = [907, 15, 4321]
-LIVE = [3, 1, 2]
 GOLDEN_SHA256 = "cfba88d0d1c39700a32a3898d94a4b26a6b0c825cc3ab8d82ea050ef1df1de94"
-
-
-def make_records(geometry: ShardGeometry, lengths: Sequence[int], seed: int = 0) -> Bytes:
-    """[n, stride, R] random records in aligned memory, zero beyond each length."""
-    records = aligned_bytes(len(lengths) * geometry.row_bytes).reshape(len(lengths), geometry.stride, -1)
-    rng = np.random.default_rng(seed)
-    for row, length in enumerate(lengths):
-        records[row, :length] = rng.integers(0, 256, (length, geometry.record_bytes), dtype=np.uint8)
-    return records
-
-
-def read(path: Path, row: int, geometry: ShardGeometry = GEOMETRY, lengths: Sequence[int] = LENGTHS) -> Bytes:
-    """One row read into memory that was full of other bytes."""
-    out = aligned_bytes(geometry.row_bytes)
-    out[:] = 0xAB
-    RowReader().read_row(path, geometry, lengths, SAMPLES, row, out)
-    return out.reshape(geometry.stride, -1)
-
-
-def assert_reads_back(path: Path, records: Bytes) -> None:
-    """Every row of the usual shard is bit for bit what was written."""
-    for row in range(len(LENGTHS)):
-        assert np.array_equal(read(path, row), records[row])
-
-
-def assert_every_row_is_damaged(path: Path) -> None:
-    """Reading any row raises a DamageError naming the file and all its samples."""
-    for row in range(len(LENGTHS)):
-        with pytest.raises(DamageError) as caught:
-            read(path, row)
-        assert str(path) in caught.value.found
-        assert "(samples 907, 15, 4321)" in caught.value.found
-
-
-def assert_only_this_row_is_damaged(path: Path, damaged: int) -> None:
-    """Reading that row raises a DamageError naming the file and its sample; the others are read."""
-    for row in range(len(LENGTHS)):
-        if row != damaged:
-            read(path, row)
-    with pytest.raises(DamageError) as caught:
-        read(path, damaged)
-    assert str(path) in caught.value.found
-    assert f"(samples {SAMPLES[damaged]})" in caught.value.found
-
-
-def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Make `os.open` refuse O_DIRECT, as tmpfs used to; returns the list of refused flags."""
-    real, refused = os.open, list[int]()
-
-    def fake(path: Any, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            refused.append(flags)
-            raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return real(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", fake)
-    return refused
 
 
 @pytest.fixture
@@ -93,11 +39,9 @@ def records() -> Bytes:
 
 
 @pytest.fixture
-def shard(tmp_path: Path, records: Bytes) -> Path:
+def shard(tmp_path: Path, records: Bytes) -> ShardFile:
     """The usual shard, written."""
-    path = tmp_path / "records" / "c" / "0" / "0" / "0"
-    write_shard(path, GEOMETRY, records, LENGTHS)
-    return path
+    return written(tmp_path / "records" / "c" / "0" / "0" / "0", records)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -112,29 +56,27 @@ def test_random_rows_come_back_bit_for_bit(
 ) -> None:
     geometry = ShardGeometry(rows=rows, ceiling=ceiling, record_bytes=64 * units)
     lengths = data.draw(st.lists(st.integers(1, ceiling), min_size=1, max_size=rows))
-    written = make_records(geometry, lengths, seed=ceiling)
-    size = write_shard(tmp_path / "shard", geometry, written, lengths)
+    records = make_records(geometry, lengths, seed=ceiling)
+    shard = written(tmp_path / "shard", records, geometry, lengths, range(len(lengths)))
     reader, out, total = RowReader(), aligned_bytes(geometry.row_bytes), 0
     for row in data.draw(st.permutations(range(len(lengths)))):
         out[:] = 0xAB
-        total += reader.read_row(tmp_path / "shard", geometry, lengths, list(range(9)), row, out)
-        assert np.array_equal(out.reshape(written[row].shape), written[row])
-    index_pages = -(-geometry.index_bytes // PAGE) * PAGE
-    assert total == size + (len(lengths) - 1) * index_pages  # every row reads the index again
+        total += reader.read_row(shard, row, out)
+        assert np.array_equal(out.reshape(records[row].shape), records[row])
+    assert total == shard.size == shard.path.stat().st_size
 
 
-def test_only_the_chunks_of_a_row_need_room(shard: Path, records: Bytes) -> None:
+def test_only_the_chunks_of_a_row_need_room(shard: ShardFile, records: Bytes) -> None:
     out = aligned_bytes(LIVE[1] * GEOMETRY.chunk_bytes)
-    RowReader().read_row(shard, GEOMETRY, LENGTHS, SAMPLES, 1, out)
+    RowReader().read_row(shard, 1, out)
     assert np.array_equal(out, records[1].reshape(-1)[: out.size])
 
 
 def test_a_row_of_more_chunks_than_one_system_call_takes(tmp_path: Path) -> None:
     geometry = ShardGeometry(rows=1, ceiling=600 * CHUNK_TOKENS, record_bytes=64)
     lengths = [geometry.ceiling - 70]
-    written = make_records(geometry, lengths)
-    write_shard(tmp_path / "shard", geometry, written, lengths)
-    assert np.array_equal(read(tmp_path / "shard", 0, geometry, lengths), written[0])
+    records = make_records(geometry, lengths)
+    assert_reads_back(written(tmp_path / "shard", records, geometry, lengths, [7]), records)
 
 
 def test_crc32c_is_the_castagnoli_checksum() -> None:
@@ -156,8 +98,16 @@ def expected_file(records: Bytes) -> bytes:
     return body + bytes(-len(index) % 4096) + index
 
 
-def test_shard_bytes_follow_the_format(shard: Path, records: Bytes) -> None:
-    assert shard.read_bytes() == expected_file(records)
+def test_shard_bytes_follow_the_format(shard: ShardFile, records: Bytes) -> None:
+    assert shard.path.read_bytes() == expected_file(records)
+
+
+def test_a_rows_digest_is_the_checksum_of_its_chunks_checksums(shard: ShardFile, records: Bytes) -> None:
+    for row, live in enumerate(LIVE):
+        chunks = [records[row, 64 * i : 64 * i + 64].tobytes() for i in range(live)]
+        checksums = b"".join(struct.pack("<I", google_crc32c.value(chunk)) for chunk in chunks)
+        assert shard.digests[row] == google_crc32c.value(checksums)
+    assert row_digest([1, 2]) != row_digest([2, 1])
 
 
 def test_shard_bytes_never_change(tmp_path: Path) -> None:
@@ -187,112 +137,17 @@ def test_zarr_opens_the_very_file(tmp_path: Path) -> None:
         compressors=[Crc32cCodec()],
         fill_value=0,
     )
-    written = make_records(GEOMETRY, lengths)
+    records = make_records(GEOMETRY, lengths)
     for number, rows in enumerate((slice(0, 3), slice(3, 5))):
         path = tmp_path / "records" / "c" / str(number) / "0" / "0"
-        write_shard(path, GEOMETRY, written[rows], lengths[rows])
-    wanted = written[:, : GEOMETRY.ceiling]
+        write_shard(path, GEOMETRY, records[rows], lengths[rows])
+    wanted = records[:, : GEOMETRY.ceiling]
     array = zarr.open_array(str(tmp_path / "records"), mode="r")
     assert np.array_equal(np.asarray(array[...]), wanted)
     assert np.array_equal(np.asarray(array[4]), wanted[4])
     assert np.array_equal(np.asarray(array[1:5, 60:129, 3:9]), wanted[1:5, 60:129, 3:9])
     assert np.array_equal(np.asarray(array[0, 128:]), wanted[0, 128:])
     assert np.array_equal(np.asarray(array.oindex[np.array([4, 0, 2]), :, 5]), wanted[[4, 0, 2], :, 5])
-
-
-def damage_positions() -> list[tuple[int, int | None]]:
-    """Byte positions over the whole file, each with the row it belongs to; None for the index and its gap."""
-    rng = random.Random(0)
-    span, positions = GEOMETRY.chunk_span, list[tuple[int, int | None]]()
-    for chunk, row in enumerate(row for row, live in enumerate(LIVE) for _ in range(live)):
-        begin, checksum = chunk * span, chunk * span + GEOMETRY.chunk_bytes
-        payload = [begin, checksum - 1, *rng.sample(range(begin + 1, checksum - 1), 40)]
-        gap = [checksum + 4, begin + span - 1, *rng.sample(range(checksum + 5, begin + span - 1), 20)]
-        positions += [(at, row) for at in (*payload, *range(checksum, checksum + 4), *gap)]
-    begin, end = sum(LIVE) * span, sum(LIVE) * span + PAGE
-    index = range(end - GEOMETRY.index_bytes, end)
-    index_gap = [begin, index.start - 1, *rng.sample(range(begin + 1, index.start - 1), 60)]
-    return positions + [(at, None) for at in (*index, *index_gap)]
-
-
-def test_every_flipped_bit_is_found_and_named(shard: Path, records: Bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions = damage_positions()
-    assert len(positions) >= 500
-    refuse_direct(monkeypatch)  # through the page cache: a thousand O_DIRECT reads after writes are slow
-    with shard.open("r+b", buffering=0) as file:
-        for at, row in positions:
-            bit = 1 << at % 8
-            byte = os.pread(file.fileno(), 1, at)[0]
-            os.pwrite(file.fileno(), bytes([byte ^ bit]), at)
-            if row is None:
-                assert_every_row_is_damaged(shard)
-            else:
-                assert_only_this_row_is_damaged(shard, row)
-            os.pwrite(file.fileno(), bytes([byte]), at)
-    assert_reads_back(shard, records)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda whole: whole[:0], id="empty"),
-        pytest.param(lambda whole: whole[:-1], id="one byte short"),
-        pytest.param(lambda whole: whole[:-PAGE], id="without its index"),
-        pytest.param(lambda whole: whole[PAGE:], id="without its first page"),
-        pytest.param(lambda whole: whole[: len(whole) // 2], id="half"),
-        pytest.param(lambda whole: whole + b"\0", id="one byte more"),
-        pytest.param(lambda whole: whole + bytes(PAGE), id="one page more"),
-        pytest.param(lambda whole: bytes(PAGE) + whole, id="moved by a page"),
-        pytest.param(lambda whole: bytes(len(whole)), id="zeroed"),
-        pytest.param(lambda whole: b"\xff" * len(whole), id="all ones"),
-        pytest.param(lambda whole: whole[:-PAGE] + bytes(PAGE), id="index zeroed"),
-    ],
-)
-def test_damage_to_the_whole_file_is_found(shard: Path, change: Callable[[bytes], bytes]) -> None:
-    shard.write_bytes(change(shard.read_bytes()))
-    assert_every_row_is_damaged(shard)
-
-
-def test_a_missing_shard_is_damage_and_not_zeros(shard: Path) -> None:
-    shard.unlink()
-    assert_every_row_is_damaged(shard)
-
-
-@pytest.mark.parametrize(("chunk", "row"), [(0, 0), (2, 0), (3, 1), (5, 2)])
-def test_a_zeroed_chunk_is_found(shard: Path, chunk: int, row: int) -> None:
-    with shard.open("r+b") as file:
-        file.seek(chunk * GEOMETRY.chunk_span)
-        file.write(bytes(GEOMETRY.chunk_span))
-    assert_only_this_row_is_damaged(shard, row)
-
-
-def test_a_shard_of_other_lengths_is_found(shard: Path) -> None:
-    write_shard(shard, GEOMETRY, make_records(GEOMETRY, [64, 130, 65]), [64, 130, 65])  # as many chunks in all
-    assert_every_row_is_damaged(shard)
-
-
-def test_a_read_that_ends_early_is_found_even_where_memory_holds_the_right_bytes(
-    shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, out = RowReader(), aligned_bytes(GEOMETRY.row_bytes)
-    reader.read_row(shard, GEOMETRY, LENGTHS, SAMPLES, 0, out)
-    real, calls = os.preadv, list[int]()
-
-    def ends_early(fd: int, buffers: Sequence[Any], offset: int) -> int:
-        calls.append(offset)  # first the index, then one chunk with its checksum, then nothing
-        return 0 if len(calls) > 2 else real(fd, buffers[:2], offset)
-
-    monkeypatch.setattr(os, "preadv", ends_early)
-    with pytest.raises(DamageError) as caught:
-        reader.read_row(shard, GEOMETRY, LENGTHS, SAMPLES, 0, out)
-    assert "(samples 907)" in caught.value.found
-
-
-def test_a_long_list_of_samples_is_cut_in_the_message(shard: Path) -> None:
-    shard.unlink()
-    with pytest.raises(DamageError) as caught:
-        RowReader().read_row(shard, GEOMETRY, LENGTHS, list(range(100, 120)), 0, aligned_bytes(GEOMETRY.row_bytes))
-    assert "(samples 100, 101, 102, 103, 104, 105, 106, 107, ...)" in caught.value.found
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])  # three rows, then the index
@@ -326,16 +181,16 @@ def test_a_failing_flush_leaves_nothing(tmp_path: Path, records: Bytes, monkeypa
 
 
 def test_a_failing_write_leaves_an_older_shard_alone(
-    shard: Path, records: Bytes, monkeypatch: pytest.MonkeyPatch
+    shard: ShardFile, records: Bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full_disk(_fd: int, _buffers: Sequence[Any], _offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full_disk)
     with pytest.raises(OSError):
-        write_shard(shard, GEOMETRY, make_records(GEOMETRY, LENGTHS, seed=1), LENGTHS)
+        write_shard(shard.path, GEOMETRY, make_records(GEOMETRY, LENGTHS, seed=1), LENGTHS)
     assert_reads_back(shard, records)
-    assert list(shard.parent.iterdir()) == [shard]
+    assert list(shard.path.parent.iterdir()) == [shard.path]
 
 
 def test_the_file_and_its_name_are_flushed(tmp_path: Path, records: Bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,10 +207,10 @@ def test_the_file_and_its_name_are_flushed(tmp_path: Path, records: Bytes, monke
 
 def test_without_o_direct_all_still_works(tmp_path: Path, records: Bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = refuse_direct(monkeypatch)
-    write_shard(tmp_path / "shard", GEOMETRY, records, LENGTHS)
+    shard = written(tmp_path / "shard", records)
     assert len(refused) == 1
-    assert (tmp_path / "shard").read_bytes() == expected_file(records)
-    assert_reads_back(tmp_path / "shard", records)
+    assert shard.path.read_bytes() == expected_file(records)
+    assert_reads_back(shard, records)
     assert len(refused) == 1 + len(LENGTHS)
 
 
@@ -364,12 +219,12 @@ def test_memory_that_is_not_aligned_works_without_o_direct(tmp_path: Path, recor
     memory = aligned_bytes(records.size + PAGE)
     moved = memory[shift : shift + records.size].reshape(records.shape)
     moved[...] = records
-    write_shard(tmp_path / "shard", GEOMETRY, moved, LENGTHS)
-    assert (tmp_path / "shard").read_bytes() == expected_file(records)
+    shard = written(tmp_path / "shard", moved)
+    assert shard.path.read_bytes() == expected_file(records)
     for row in range(len(LENGTHS)):
         out = memory[shift : shift + GEOMETRY.row_bytes]
         out[:] = 0xAB
-        RowReader().read_row(tmp_path / "shard", GEOMETRY, LENGTHS, SAMPLES, row, out)
+        RowReader().read_row(shard, row, out)
         assert np.array_equal(out.reshape(records[row].shape), records[row])
 
 
@@ -410,6 +265,6 @@ def test_short_writes_and_reads_are_continued(
 
     monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
     monkeypatch.setattr(os, "preadv", shortened(os.preadv))
-    assert write_shard(tmp_path / "shard", GEOMETRY, records, LENGTHS) == GEOMETRY.file_bytes(LENGTHS)
-    assert (tmp_path / "shard").read_bytes() == expected_file(records)
-    assert_reads_back(tmp_path / "shard", records)
+    shard = written(tmp_path / "shard", records)
+    assert shard.path.read_bytes() == expected_file(records)
+    assert_reads_back(shard, records)

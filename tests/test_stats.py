@@ -1,7 +1,6 @@
 """A store's figures against numbers computed by hand, and damage that stops them."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,15 @@ import torch
 import zarr
 
 from draftcache.common.errors import DamageError
+from draftcache.common.journal import Journal
 from draftcache.common.memory import aligned_bytes
 from draftcache.common.shard import write_shard
 from draftcache.common.stats import plane_names, read_row_records, store_stats
-from draftcache.common.store import Store, open_store
+from draftcache.common.store import Store
 from draftcache.common.target import load_parts
 from draftcache.tests.stores import CEILINGS, HIDDEN, LAYER_IDS, flip_bit, tiny_store
 
 WIDTH = len(LAYER_IDS) + 1
-
-
-@pytest.fixture
-def copied(store: Store, tmp_path: Path) -> Store:
-    """A copy of the tiny store that may be damaged."""
-    shutil.copytree(store.path, tmp_path / "copied")
-    return open_store(tmp_path / "copied")
 
 
 def planes(store: Store, ceiling: int, row: int) -> torch.Tensor:
@@ -36,7 +29,7 @@ def planes(store: Store, ceiling: int, row: int) -> torch.Tensor:
 
 
 def rewrite_row(store: Store, ceiling: int, row: int, values: torch.Tensor) -> None:
-    """Write the shard of one row again with other states for that row."""
+    """Write the shard of one row again with other states for that row, and its journal line with the new digests."""
     bucket = store.buckets[ceiling]
     shard = row // bucket.rows
     rows = bucket.shard_rows(shard)
@@ -46,7 +39,10 @@ def rewrite_row(store: Store, ceiling: int, row: int, values: torch.Tensor) -> N
         held = values if other == row else planes(store, ceiling, other)
         raw = held.to(torch.bfloat16).view(torch.uint8).reshape(len(held), -1)
         records[position, : len(held)] = raw.numpy()
-    write_shard(bucket.shard_path(shard), bucket.geometry, records, lengths)
+    digests = write_shard(bucket.shard_path(shard), bucket.geometry, records, lengths)
+    with Journal(store.path) as journal:
+        journal.append(dataclasses.replace(bucket.committed[shard], digests=digests))
+    store.read_journal()
 
 
 def test_bucket_figures(store: Store) -> None:

@@ -1,8 +1,6 @@
-"""The store's small arrays, its journal and its manifest: they survive, and no damage to them goes unnoticed."""
+"""The store: its small arrays, opening and creating one, and the plan, the journal and the shards held together."""
 
 import dataclasses
-import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -13,23 +11,17 @@ import numpy as np
 import pytest
 import zarr
 
-from draftcache.common.config import fingerprint, to_dict
-from draftcache.common.errors import DamageError, MismatchError, StoreError
-from draftcache.common.journal import Journal, JournalEntry, read_journal
-from draftcache.common.layout import LAYOUT_VERSION
-from draftcache.common.manifest import BucketSummary, check_same, read_manifest
+from draftcache.common.errors import DamageError, StoreError
+from draftcache.common.journal import Journal, JournalEntry
+from draftcache.common.manifest import BucketSummary
 from draftcache.common.record import record_spec
+from draftcache.common.stats import read_row_records
 from draftcache.common.store import Bucket, BucketSamples, Store, create_store, is_store, open_store
 from draftcache.tests.stores import flip_bit
 
 JOURNAL = Path("journal") / "rank-0.jsonl"
 RECORD = record_spec(2, 32, "bf16", "last")
 ARRAYS = ("sample", "length", "input_ids", "loss_mask")
-ENTRIES = [
-    JournalEntry(bucket=8192, shard=0, rows=6, size=123_456),
-    JournalEntry(bucket=8192, shard=1, rows=2, size=99, void=(0, 1)),
-    JournalEntry(bucket=770, shard=0, rows=59, size=2**40),
-]
 
 
 def random_bucket(ceiling: int, lengths: list[int], seed: int = 0) -> BucketSamples:
@@ -67,10 +59,9 @@ def small(small_once: tuple[Path, BucketSamples], tmp_path: Path) -> tuple[Path,
 
 
 @pytest.fixture
-def copied(store: Store, tmp_path: Path) -> Path:
-    """A copy of the tiny store that may be damaged."""
-    shutil.copytree(store.path, tmp_path / "copied")
-    return tmp_path / "copied"
+def folder(copied: Store) -> Path:
+    """A store's folder that may be damaged."""
+    return copied.path
 
 
 # The small arrays
@@ -183,121 +174,60 @@ def test_the_digest_sees_every_array(changed: str) -> None:
     assert dataclasses.replace(samples, **{changed: array}).digest() != samples.digest()
 
 
-# The journal
-
-
-def write_journal(path: Path) -> Path:
-    """Append ENTRIES through `Journal`; returns the journal's file."""
-    with Journal(path) as journal:
-        for entry in ENTRIES:
-            journal.append(entry)
-    return path / JOURNAL
-
-
-def test_the_journal_keeps_entries_in_order(tmp_path: Path) -> None:
-    write_journal(tmp_path)
-    assert list(read_journal(tmp_path)) == ENTRIES
-
-
-def test_without_a_journal_nothing_exists(tmp_path: Path) -> None:
-    assert list(read_journal(tmp_path)) == []
-
-
-def test_a_journal_opened_again_goes_on(tmp_path: Path) -> None:
-    write_journal(tmp_path)
-    with Journal(tmp_path) as journal:
-        journal.append(ENTRIES[0])
-    assert list(read_journal(tmp_path)) == [*ENTRIES, ENTRIES[0]]
-
-
-def test_an_entry_is_flushed_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, flushed = os.fsync, list[int]()
-
-    def watched(fd: int) -> None:
-        flushed.append(os.fstat(fd).st_size)
-        real(fd)
-
-    with Journal(tmp_path) as journal:
-        monkeypatch.setattr(os, "fsync", watched)
-        journal.append(ENTRIES[0])
-        assert flushed == [(tmp_path / JOURNAL).stat().st_size]
-        assert list(read_journal(tmp_path)) == ENTRIES[:1]
-
-
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    file = write_journal(tmp_path)
-    whole = file.read_bytes()
-    last = whole.splitlines(keepends=True)[-1]
-    for kept in range(len(last)):  # every possible tear, down to nothing
-        file.write_bytes(whole[: len(whole) - len(last) + kept])
-        assert list(read_journal(tmp_path)) == ENTRIES[:2]
-
-
-def test_a_flipped_bit_in_a_complete_line_is_damage(tmp_path: Path) -> None:
-    file = write_journal(tmp_path)
-    whole = file.read_bytes()
-    first = len(whole.splitlines(keepends=True)[0])
-    for at in range(first):  # its newline included
-        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        with pytest.raises(DamageError) as caught:
-            list(read_journal(tmp_path))
-        assert f"{file}: line 1 " in caught.value.found
-
-
-def test_damage_in_the_middle_names_its_line(tmp_path: Path) -> None:
-    file = write_journal(tmp_path)
-    first, second, third = file.read_bytes().splitlines(keepends=True)
-    for second_line in (b"\n", b"null\n", b"[]\n", second[:20] + b"\n", second.replace(b"1", b"2", 1)):
-        file.write_bytes(first + second_line + third)
-        with pytest.raises(DamageError) as caught:
-            list(read_journal(tmp_path))
-        assert "line 2 " in caught.value.found
-
-
 # Opening and creating
 
 
 def test_a_finished_store_opens(store: Store) -> None:
     found = open_store(store.path)
     assert found.manifest == store.manifest
-    assert found.committed() == store.committed()
     assert sorted(found.buckets) == [64, 128, 190]
+    for ceiling, bucket in found.buckets.items():
+        assert bucket.committed == store.buckets[ceiling].committed
+        assert sorted(bucket.committed) == list(range(bucket.shard_count))
 
 
-def test_an_unfinished_store_is_refused(copied: Path) -> None:
-    lines = (copied / JOURNAL).read_bytes().splitlines(keepends=True)
+def test_an_unfinished_store_is_refused(folder: Path) -> None:
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
     assert len(lines) == 9
     for kept in (8, 1, 0):
-        (copied / JOURNAL).write_bytes(b"".join(lines[:kept]))
+        (folder / JOURNAL).write_bytes(b"".join(lines[:kept]))
         with pytest.raises(StoreError) as caught:
-            open_store(copied)
-        assert f"{copied} holds {kept} of 9 shards" in caught.value.found
-    (copied / JOURNAL).unlink()
+            open_store(folder)
+        assert f"{folder} holds {kept} of 9 shards" in caught.value.found
+    (folder / JOURNAL).unlink()
     with pytest.raises(StoreError):
-        open_store(copied)
+        open_store(folder)
 
 
-def test_a_shard_named_twice_counts_once(copied: Path) -> None:
-    lines = (copied / JOURNAL).read_bytes().splitlines(keepends=True)
-    (copied / JOURNAL).write_bytes(b"".join([*lines[:-1], lines[0]]))
+def test_a_shard_named_twice_counts_once(folder: Path) -> None:
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    (folder / JOURNAL).write_bytes(b"".join([*lines[:-1], lines[0]]))
     with pytest.raises(StoreError):
-        open_store(copied)
+        open_store(folder)
 
 
-def test_a_strange_shard_does_not_stand_in_for_a_missing_one(copied: Path) -> None:
-    lines = (copied / JOURNAL).read_bytes().splitlines(keepends=True)
-    (copied / JOURNAL).write_bytes(b"".join(lines[:-1]))
-    with Journal(copied) as journal:
-        journal.append(JournalEntry(bucket=64, shard=77, rows=4, size=1))
-    with pytest.raises(StoreError):
-        open_store(copied)
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        JournalEntry(bucket=64, shard=77, size=1, digests=(1,) * 4),
+        JournalEntry(bucket=65, shard=0, size=1, digests=(1,) * 4),
+    ],
+)
+def test_a_strange_shard_does_not_stand_in_for_a_missing_one(folder: Path, stranger: JournalEntry) -> None:
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    (folder / JOURNAL).write_bytes(b"".join(lines[:-1]))
+    with Journal(folder) as journal:
+        journal.append(stranger)
+    with pytest.raises(DamageError) as caught:
+        open_store(folder)
+    assert f"names shard {stranger.shard} of bucket {stranger.bucket}" in caught.value.found
 
 
-def test_damage_to_ids_is_found_when_a_store_is_opened(copied: Path) -> None:
-    (chunk,) = (file for file in (copied / "buckets/128/input_ids/c").rglob("*") if file.is_file())
+def test_damage_to_ids_is_found_when_a_store_is_opened(folder: Path) -> None:
+    (chunk,) = (file for file in (folder / "buckets/128/input_ids/c").rglob("*") if file.is_file())
     flip_bit(chunk, chunk.stat().st_size // 2)
     with pytest.raises(DamageError):
-        open_store(copied)
+        open_store(folder)
 
 
 def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
@@ -328,124 +258,41 @@ def test_what_is_a_store(store: Store, tmp_path: Path) -> None:
     assert not is_store(tmp_path / "missing")
 
 
-# The manifest
+# The plan, the journal and the shards
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest's JSON in place, its checksum with it."""
-    values = json.loads((path / "manifest.json").read_text())
-    del values["checksum"]
-    change(values)
-    (path / "manifest.json").write_text(json.dumps(values | {"checksum": fingerprint(values)}))
-
-
-def refusal(path: Path) -> StoreError:
-    """The error with which opening a store is refused."""
-    with pytest.raises(StoreError) as caught:
-        open_store(path)
-    assert str(path) in caught.value.found
-    return caught.value
-
-
-def test_the_manifest_survives(store: Store) -> None:
-    assert read_manifest(store.path) == store.manifest
-    values = json.loads((store.path / "manifest.json").read_text())
-    checksum = values.pop("checksum")
-    assert values == to_dict(store.manifest)
-    assert checksum == fingerprint(values)
-
-
-def test_a_changed_digit_in_the_manifest_is_damage(copied: Path) -> None:
-    text = (copied / "manifest.json").read_text()
-    digits = [at for at, letter in enumerate(text) if letter.isdigit()]
-    for at in random.Random(0).sample(digits, 30):
-        if "layout_version" not in text[text.rfind("\n", 0, at) : at]:
-            (copied / "manifest.json").write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
-            with pytest.raises(DamageError) as caught:
-                read_manifest(copied)
-            assert "fails its checksum" in caught.value.found
-
-
-def test_a_manifest_without_its_checksum_is_damage(copied: Path) -> None:
-    values = json.loads((copied / "manifest.json").read_text())
-    del values["checksum"]
-    (copied / "manifest.json").write_text(json.dumps(values))
-    assert isinstance(refusal(copied), DamageError)
-
-
-def test_the_order_of_keys_in_the_manifest_does_not_matter(copied: Path, store: Store) -> None:
-    values = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(dict(reversed(values.items()))))
-    assert read_manifest(copied) == store.manifest
-
-
-@pytest.mark.parametrize("folder", ["", "missing"])
-def test_a_folder_without_a_manifest_is_no_store(tmp_path: Path, folder: str) -> None:
-    assert "has no manifest.json" in refusal(tmp_path / folder).found
-
-
-def test_a_file_is_no_store(tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("mine")
-    refusal(tmp_path / "store")
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"nonsense", b"\xff\xfe\x00", b'{"layout_version": 1'])
-def test_a_garbled_manifest_is_refused(copied: Path, raw: bytes) -> None:
-    (copied / "manifest.json").write_bytes(raw)
-    assert "is not JSON" in refusal(copied).found
-
-
-@pytest.mark.parametrize("raw", ["null", "[]", "3", "{}", '{"layout_version": null}', '{"layout_version": 99}'])
-def test_another_layout_version_is_refused(copied: Path, raw: str) -> None:
-    (copied / "manifest.json").write_text(raw)
-    error = refusal(copied)
-    assert "has layout version" in error.found
-    assert error.needed == f"version {LAYOUT_VERSION}"
-
-
-def test_a_later_layout_version_is_refused_before_its_keys(copied: Path) -> None:
-    rewrite(copied, lambda values: values.update(layout_version=LAYOUT_VERSION + 1, news=True))
-    assert f"has layout version {LAYOUT_VERSION + 1}" in refusal(copied).found
+def test_a_shard_that_the_journal_does_not_name_is_not_read(copied: Store) -> None:
+    bucket = Store(copied.path, copied.manifest).buckets[64]
+    with pytest.raises(DamageError) as caught:
+        read_row_records(bucket, 0)
+    assert f"{bucket.shard_path(0)} is not in the journal (samples 0, 3, 6, 9)" == caught.value.found
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "words"),
     [
-        (lambda values: values.pop("target"), "lacks ['target']"),
-        (lambda values: values["settings"].pop("layer_ids"), "lacks ['layer_ids']"),
-        (lambda values: values.update(colour="red"), "unknown keys ['colour']"),
-        (lambda values: values["target"].update(hidden_size="32"), "hidden_size is '32'"),
-        (lambda values: values["buckets"][0].update(rows=1.5), "rows is 1.5"),
-        (lambda values: values["target"].update(tied_head=0), "tied_head is 0"),
+        (lambda e: dataclasses.replace(e, size=e.size + 4096), "has 4 rows in "),
+        (lambda e: dataclasses.replace(e, digests=e.digests[1:]), "has 3 rows in "),
+        (lambda e: dataclasses.replace(e, digests=()), "has 0 rows in "),
     ],
 )
-def test_a_manifest_with_wrong_keys_or_types_is_refused(
-    copied: Path, change: Callable[[dict[str, Any]], object], word: str
+def test_a_journal_that_disagrees_with_the_plan_is_damage(
+    copied: Store, change: Callable[[JournalEntry], JournalEntry], words: str
 ) -> None:
-    rewrite(copied, change)
-    assert word in refusal(copied).found
+    with Journal(copied.path) as journal:
+        journal.append(change(copied.buckets[64].committed[0]))
+    found = open_store(copied.path).buckets[64]
+    with pytest.raises(DamageError) as caught:
+        read_row_records(found, 0)
+    assert f"{found.shard_path(0)} {words}" in caught.value.found
+    assert len(read_row_records(found, 4))  # the other shard
 
 
-def test_the_same_manifest_is_the_same(store: Store) -> None:
-    renamed = dataclasses.replace(store.manifest.target, name="other")  # its folder moved
-    other = dataclasses.replace(store.manifest, draftcache_version="other", target=renamed, files=())
-    check_same(store.manifest, other, "the store")
-
-
-def test_a_stranger_is_refused_by_every_difference(store: Store) -> None:
-    other = dataclasses.replace(
-        store.manifest,
-        target=dataclasses.replace(store.manifest.target, weights_digest="abc"),
-        settings=dataclasses.replace(store.manifest.settings, layer_ids=(0, 2)),
-    )
-    with pytest.raises(MismatchError) as caught:
-        check_same(store.manifest, other, "the store")
-    assert "settings.layer_ids: found [1, 3, 5], wanted [0, 2]" in caught.value.found
-    assert "target.weights_digest" in caught.value.found
-    assert caught.value.found.startswith("the store was made from something else")
-
-
-def test_a_manifests_identity_leaves_out_the_version_that_wrote_it(store: Store) -> None:
-    manifest = store.manifest
-    assert dataclasses.replace(manifest, draftcache_version="other").identity == manifest.identity
-    assert dataclasses.replace(manifest, final_norm_applied=False).identity != manifest.identity
+def test_a_row_is_held_against_the_journals_newest_digest(copied: Store) -> None:
+    entry = copied.buckets[64].committed[0]
+    with Journal(copied.path) as journal:
+        journal.append(dataclasses.replace(entry, digests=(entry.digests[0], entry.digests[1] ^ 1, *entry.digests[2:])))
+    found = open_store(copied.path).buckets[64]
+    assert len(read_row_records(found, 0))
+    with pytest.raises(DamageError, match="holds in row 1 other data"):
+        read_row_records(found, 1)
