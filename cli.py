@@ -156,6 +156,8 @@ def stats(store: Path, samples: int | None, as_json: bool, show: int | None) -> 
         return
     report = figures.report
     click.echo(f"{report.kept} of {report.read} samples kept, {report.truncated} truncated, dropped: {report.dropped}")
+    if figures.void:
+        click.echo(f"{figures.void} samples are void (states not finite or all zero) and left out of all that follows")
     click.echo(f"{figures.bytes_per_token} bytes per token")
     if figures.label_agreement is not None:
         click.echo(f"{figures.label_agreement:.1%} of the supervised tokens looked at are the target's own choice")

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from draftcache.common.errors import TargetError
@@ -25,16 +25,24 @@ _CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "logit_softcapping")
 @torch.no_grad()
 def measure_ends(
     model: Any,  # transformers.PreTrainedModel
+    decoder: nn.Module,
+    first_layer: nn.Module,
     embedding: Tensor,  # [V, H]
     head: Tensor,  # [V, H]
 ) -> TargetEnds:
     """Run some tokens and explain the target's two ends; TargetError if they are more than a factor and a cap."""
     sound = embedding.sum(-1).isfinite().nonzero().flatten()  # a damaged row is found per sample, not here
     ids = sound[torch.linspace(0, len(sound) - 1, _TOKENS, device=sound.device).long()]
-    output = model(input_ids=ids[None], output_hidden_states=True, use_cache=False)
-    rows, first = embedding[ids].float(), output.hidden_states[0][0].float()
-    last = output.hidden_states[-1][0]
-    products, logits = functional.linear(last.to(head.device, head.dtype), head).float(), output.logits[0].float()
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        first_layer.register_forward_pre_hook(lambda _module, inputs: seen.update(first=inputs[0][0])),
+        decoder.register_forward_hook(lambda _module, _inputs, output: seen.update(last=output.last_hidden_state[0])),
+    ]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    for hook in hooks:
+        hook.remove()
+    rows, first = embedding[ids].float(), seen["first"].float()
+    products = functional.linear(seen["last"].to(head.device, head.dtype), head).float()
     embedding_scale = _factor(rows, first.to(rows.device), "its first layer's input is not a multiple of the embedding")
     text = model.config.get_text_config()
     cap = next((float(value) for name in _CAP_NAMES if (value := getattr(text, name, None))), None)

@@ -28,12 +28,11 @@ _LARGEST_CODE = {"mxfp8": 0x7E, "mxfp4": 7}
 class BucketStats:
     """One bucket. `fill` is real over padded tokens, `stored_per_real` what shards take over what their tokens need.
 
-    Void samples are counted in `void` alone; their bytes are on disk all the same.
+    Void samples are left out, but their bytes are on disk all the same.
     """
 
     ceiling: int
     samples: int
-    void: int
     shards: int
     tokens: int
     supervised: int
@@ -64,6 +63,7 @@ class StoreStats:
 
     bytes_per_token: int
     report: DataReport
+    void: int  # samples whose states are not finite or all zero: everything below leaves them out
     label_agreement: float | None  # share of supervised tokens that the target would have chosen; None: no teacher
     buckets: tuple[BucketStats, ...]
     planes: tuple[PlaneStats, ...]
@@ -87,6 +87,7 @@ def store_stats(store: Store, max_samples: int | None = None) -> StoreStats:
     return StoreStats(
         bytes_per_token=spec.record_bytes,
         report=store.manifest.report,
+        void=store.void_samples,
         label_agreement=_label_agreement(store),
         buckets=tuple(_bucket_stats(bucket, spec) for bucket in store.buckets.values()),
         planes=tuple(plane.result() for plane in sums),
@@ -205,7 +206,6 @@ def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
     return BucketStats(
         ceiling=bucket.ceiling,
         samples=len(rows),
-        void=len(bucket.void_rows),
         shards=bucket.shard_count,
         tokens=tokens,
         supervised=sum(int(bucket.samples.loss_mask[cut].sum()) for cut in cuts),

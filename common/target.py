@@ -165,7 +165,7 @@ def load_target(folder: Path, device: torch.device, dtype: str | None = None, de
     model = model.eval().requires_grad_(False)
     _check_ends_are_there(folder, config, embedding.weight, head.weight)
     decoder, layers = _find_decoder(model, config.get_text_config().num_hidden_layers, embedding)
-    ends = measure_ends(model, embedding.weight, head.weight)
+    ends = measure_ends(model, decoder, layers[0], embedding.weight, head.weight)
     return Target(model=model, decoder=decoder, layers=layers, embedding=embedding.weight, head=head.weight, ends=ends)
 
 

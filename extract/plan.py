@@ -205,8 +205,10 @@ def _tokenize_all(
             else:
                 kept.append((line.number, cut))
     if not kept or len(kept) < (1 - config.max_dropped) * read:
+        left = f"{len(kept)} samples are left" if kept else "no sample is left"
+        lines = sum(lines_per_file.values())
         raise DataError(
-            f"{', '.join(map(str, config.data))}: {len(kept)} samples are left of {read} ({dict(dropped)})",
+            f"{', '.join(map(str, config.data))}: {left} of {lines} lines read ({dict(dropped)})",
             needed=f"at least one, and no more than {config.max_dropped:.0%} dropped",
             do="check the data, --max-length, --min-supervised and --max-dropped",
         )

@@ -58,7 +58,7 @@ _SIGLIP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A model class of transformers (its configuration's class is named alike), and what to expect of a target of it."""
+    """A model class of transformers, whose configuration's class is named alike, and what to expect of its targets."""
 
     model: str
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Every family's numbers against transformers' own: which layer, which norm, which logits, and that padding is unseen."""
+"""Every family against transformers itself: which layer, which norm, which logits, and that padding is unseen."""
 
 import json
 import random
