@@ -51,13 +51,15 @@ class Ranks:
                 dist.barrier()
 
 
+def world_size() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return _from_environment("WORLD_SIZE", 1)
+
+
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
     """The ranks that RANK and WORLD_SIZE name, connected; one alone where they are not set."""
-    try:
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise UsageError(f"RANK or WORLD_SIZE: {error}", needed="numbers", do="start with torchrun") from None
+    rank, size = _from_environment("RANK", 0), world_size()
     if size == 1:
         yield Ranks(rank=0, size=1)
         return
@@ -83,3 +85,10 @@ def _peers_may_be_gone() -> Iterator[None]:
         raise StoreError(
             f"another rank has stopped ({first_line(error)})", needed="all ranks", do="see its message, then --resume"
         ) from None
+
+
+def _from_environment(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}", needed="a number", do="start with torchrun") from None

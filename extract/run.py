@@ -25,7 +25,7 @@ from draftcache.extract.estimate import Estimate, check_space, estimate, free_by
 from draftcache.extract.forward import Forward, batch_inputs
 from draftcache.extract.plan import ExtractConfig, Plan, make_plan
 from draftcache.extract.proof import prove_first_batch
-from draftcache.extract.ranks import Ranks, joined_ranks
+from draftcache.extract.ranks import Ranks, joined_ranks, world_size
 from draftcache.extract.speed import ForwardClock, Speed
 from draftcache.extract.writer import Writer
 
@@ -39,14 +39,12 @@ def extract(config: ExtractConfig) -> Store:
 
     Raises DraftcacheError, before the folder is touched, for anything wrong in flags, data, target or free space.
     """
+    if config.device_map is not None and world_size() > 1:
+        raise UsageError("--device-map under torchrun", needed="one process", do="start draftcache without torchrun")
     with joined_ranks() as ranks:
         name = ranks.device_name(config.device)
         check_device(name)
         device = torch.device(name)
-        if config.device_map is not None and ranks.size > 1:
-            raise UsageError(
-                "--device-map under torchrun", needed="one process", do="start draftcache without torchrun"
-            )
         try:
             store = _lead(config, ranks, device) if ranks.rank == 0 else _follow(config, ranks, device)
         except OSError as error:
@@ -56,6 +54,7 @@ def extract(config: ExtractConfig) -> Store:
                 f"{config.store}: {error.strerror}", needed="more free space", do="make room, then extract --resume"
             ) from None
     store.read_journal()
+    _check_void(store.void_samples, store.manifest.report.kept, config.max_void)
     return store
 
 
@@ -219,7 +218,6 @@ def _write_all(
             _check_void(writer.void_samples, samples, max_void)
             bar.update(batch.count)
         forward_seconds = clock.seconds()
-    _check_void(writer.void_samples, samples, max_void)
     if todo:
         wall = time.perf_counter() - begin
         speed = Speed(forward=tokens / forward_seconds, writing=tokens / writer.seconds, overall=tokens / wall)
