@@ -289,8 +289,8 @@ def _load_model(folder: Path, config: Any, dtype: str | None, device_map: str | 
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    (name,) = (name for name, module in model.named_modules() if module is wanted)
-    return name
+    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
+    return names[0]
 
 
 def _check_ends_are_there(folder: Path, config: Any, embedding: Tensor, head: Tensor) -> None:

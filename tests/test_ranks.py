@@ -1,12 +1,7 @@
 """Several processes make one store: the same as one process makes, whoever was killed on the way."""
 
 import dataclasses
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,43 +12,15 @@ from draftcache.common.journal import journal_files, read_journal
 from draftcache.common.store import Store, open_store
 from draftcache.common.verify import verify_store
 from draftcache.extract.run import extract
-from draftcache.tests.stores import CEILINGS, LAYER_IDS, TOKEN_BUDGET, tiny_config, tiny_data
+from draftcache.tests.rank_processes import Ended, Rank, start_ranks
+from draftcache.tests.stores import tiny_config, tiny_data
 
 SAMPLES = 14
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def start_ranks(size: int, target: Path, data: Path, store: Path, *flags: str) -> list[subprocess.Popen[str]]:
-    """The command line as torchrun starts it: one process a rank, told so by the environment."""
-    command = [sys.executable, "-m", "draftcache", "extract", "--target", target, "--data", data, "--store", store]
-    command += ["--layers", ",".join(map(str, LAYER_IDS)), "--buckets", ",".join(map(str, CEILINGS))]
-    command += ["--token-budget", TOKEN_BUDGET, "--device", "cpu", *flags]
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            list(map(str, command)),
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of every rank."""
-    ended = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        ended.append((process.returncode, out, err))
-    return ended
+def finish(ranks: list[Rank]) -> list[Ended]:
+    """How every rank ended."""
+    return [rank.wait() for rank in ranks]
 
 
 def held(store: Path) -> dict[str, bytes]:
@@ -73,40 +40,38 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(
-    tmp_path_factory: pytest.TempPathFactory, target_folder: Path, data: Path
-) -> tuple[Path, list[tuple[int, str, str]]]:
+def two(tmp_path_factory: pytest.TempPathFactory, target_folder: Path, data: Path) -> tuple[Path, list[Ended]]:
     """A store made by two processes, and how they ended."""
     folder = tmp_path_factory.mktemp("two") / "store"
-    return folder, finish(start_ranks(2, target_folder, data, folder))
+    return folder, finish(start_ranks(2, target_folder, data, folder, folder.parent / "logs"))
 
 
-def test_two_processes_make_the_store_of_one(two: tuple[Path, list[tuple[int, str, str]]], store: Store) -> None:
+def test_two_processes_make_the_store_of_one(two: tuple[Path, list[Ended]], store: Store) -> None:
     folder, ended = two
-    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [rank.code for rank in ended] == [0, 0], ended
     assert held(folder) == held(store.path)
     assert entries(folder) == entries(store.path)
     assert verify_store(folder).damage == ()
 
 
-def test_every_rank_keeps_its_own_journal_of_its_share(two: tuple[Path, list[tuple[int, str, str]]]) -> None:
+def test_every_rank_keeps_its_own_journal_of_its_share(two: tuple[Path, list[Ended]]) -> None:
     folder, _ = two
     shares = [path.read_text().count("\n") for path in journal_files(folder)]
     assert [path.name for path in journal_files(folder)] == ["rank-0.jsonl", "rank-1.jsonl"]
     assert shares == [5, 4]
 
 
-def test_one_rank_reports_and_each_names_its_slower_side(two: tuple[Path, list[tuple[int, str, str]]]) -> None:
-    _, ((_, first, first_err), (_, second, second_err)) = two
-    assert f"{SAMPLES} of {SAMPLES} samples kept" in first
-    assert second == ""
-    for rank, text in enumerate((first_err, second_err)):
-        assert f"rank {rank}: forward " in text
-        assert "is the slower side" in text
+def test_one_rank_reports_and_each_names_its_slower_side(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    assert f"{SAMPLES} of {SAMPLES} samples kept" in ended[0].out
+    assert ended[1].out == ""
+    for number, rank in enumerate(ended):
+        assert f"rank {number}: forward " in rank.err
+        assert "is the slower side" in rank.err
 
 
 def test_a_store_of_two_is_finished_by_three(
-    two: tuple[Path, list[tuple[int, str, str]]],
+    two: tuple[Path, list[Ended]],
     tmp_path: Path,
     target_folder: Path,
     data: Path,
@@ -125,9 +90,9 @@ def test_a_store_of_two_is_finished_by_three(
         for shard in range(bucket.shard_count):
             if (ceiling, shard) not in kept:
                 bucket.shard_path(shard).unlink()
-    ended = finish(start_ranks(3, target_folder, data, folder, "--resume"))
-    assert [code for code, _, _ in ended] == [0, 0, 0], ended
-    assert "2 of 9 shards already done" in ended[0][2]
+    ended = finish(start_ranks(3, target_folder, data, folder, tmp_path / "logs", "--resume"))
+    assert [rank.code for rank in ended] == [0, 0, 0], ended
+    assert "2 of 9 shards already done" in ended[0].err
     assert held(folder) == held(store.path)
     assert entries(folder) == entries(store.path)
     assert open_store(folder).manifest == store.manifest
@@ -138,12 +103,12 @@ def test_killed_in_the_middle_of_writing_and_resumed_alone(
 ) -> None:
     """A real kill -9 of both ranks once a journal names a shard."""
     folder = tmp_path / "store"
-    ranks = start_ranks(2, target_folder, data, folder)
+    ranks = start_ranks(2, target_folder, data, folder, tmp_path / "logs")
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size for path in journal_files(folder)) and time.monotonic() < deadline:
         time.sleep(0.002)
-    for process in ranks:
-        process.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.kill()
     finish(ranks)
     config = dataclasses.replace(tiny_config(folder, target=target_folder, data=[data]), resume=True)
     assert entries(extract(config).path) == entries(store.path)
@@ -152,7 +117,7 @@ def test_killed_in_the_middle_of_writing_and_resumed_alone(
 
 
 def test_a_repaired_shard_counts_whichever_rank_wrote_it_before(
-    two: tuple[Path, list[tuple[int, str, str]]], tmp_path: Path, target_folder: Path, data: Path
+    two: tuple[Path, list[Ended]], tmp_path: Path, target_folder: Path, data: Path
 ) -> None:
     """After a resume one journal is left, so an older entry of a rank that is no more cannot speak against it."""
     folder = tmp_path / "store"
@@ -169,11 +134,10 @@ def test_a_repaired_shard_counts_whichever_rank_wrote_it_before(
 def test_a_mistake_stops_every_rank_and_writes_nothing(tmp_path: Path, target_folder: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{\n")
-    ranks = start_ranks(2, target_folder, bad, tmp_path / "store")
-    (first, _, err), (second, _, other) = finish(ranks)
-    assert (first, second) == (2, 2)
-    assert "bad.jsonl:1: not JSON" in err
-    assert "another rank has stopped" in other
+    first, second = finish(start_ranks(2, target_folder, bad, tmp_path / "store", tmp_path / "logs"))
+    assert (first.code, second.code) == (2, 2)
+    assert "bad.jsonl:1: not JSON" in first.err
+    assert "another rank has stopped" in second.err
     assert not (tmp_path / "store").exists()
 
 
