@@ -1,11 +1,12 @@
 """What the codecs and the top-64 teacher lose on a real target's hidden states, tap by tap.
 
 The physics: rounding to m mantissa bits moves a value by 2^-m / sqrt(12) of its power of two, root mean square; over
-mantissas spread evenly in the logarithm that is 0.212 x 2^-m of the value. So mxfp8 (e4m3) should err by 2.7 % and
-bf16 by 0.17 %; mxfp4 (e2m1) by at least 10.6 %, and more for the values of a group that are small beside its largest,
-which lie on a grid of equal steps. The error is noise, so a cosine should be 1 - error^2 / 2: 0.9996 and 0.994. What a
-stored state is for is the target's choice, so `last` also goes through the head; the codecs leave it in bf16, and the
-table says why. The top 64 tokens should hold nearly all of the distribution, and always its first token.
+mantissas spread evenly in the logarithm that is 0.212 x 2^-m of the value. So bf16 should err by 0.17 % and mxfp8
+(e4m3) by 2.7 %; mxfp4 (e2m1) by 10.6 % at best, by 11.5 % on normally distributed values, and by more where an outlier
+channel sets the scale and leaves the rest of its group a coarse grid. The error is noise, so a cosine should be
+1 - error^2 / 2. What a stored state is for is the target's choice, so `last` also goes through the head; the codecs
+leave it in bf16, and the table says why. The top 64 tokens should hold nearly all of the distribution; they are chosen
+from logits in bfloat16, as a bfloat16 target gives them, in which the first two are sometimes equal.
 
     python -m draftcache.benchmarks.bench_codecs TARGET [--data examples/conversations.jsonl] [--tokens 4096]
 

@@ -7,10 +7,12 @@ memory traffic between products, attention's masks and the update.
     python -m draftcache.benchmarks.bench_step CASE...
 
 CASE is GEOMETRY/TEACHER[/fp8], for example full/last or qwen3-8b/top64/fp8; GEOMETRY/TEACHER/parts for the breakdown;
-full/mixed-buckets. Data lies on the device, so that the disk plays no part. Medians; needs a CUDA device.
+full/mixed-buckets; GEOMETRY/TEACHER/speculators for the speculators package (speculators_peer.py) with teacher last or
+argmax. Data lies on the device, so that the disk plays no part. Medians; needs a CUDA device.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -54,22 +56,23 @@ def products(g: Geometry, teacher: str, matmul: str) -> list[Product]:
     query, key = g.heads * g.head_dim, g.kv_heads * g.head_dim
     found: list[Product] = []
 
-    def linear(name: str, rows: int, columns: int, inner: int, count: int, input_gradients: int) -> None:
-        found.append(Product(f"{name} forward", rows, columns, inner, count))
-        if input_gradients:
-            found.append(Product(f"{name} input gradient", rows, inner, columns, input_gradients))
+    def linear(name: str, rows: int, columns: int, inner: int, count: int, float8: bool = False) -> None:
+        found.append(Product(f"{name} forward", rows, columns, inner, count, float8=float8))
+        if name != "fc":  # nothing asks for the taps' gradient
+            found.append(Product(f"{name} input gradient", rows, inner, columns, count, float8=float8))
         found.append(Product(f"{name} weight gradient", columns, inner, rows, count, accumulates=True))
 
-    linear("fc", g.tokens, g.hidden, g.taps * g.hidden, 1, 0)
-    linear("context keys", g.tokens, 2 * key, g.hidden, g.layers, g.layers)
-    linear("query-key-value", g.slots, query + 2 * key, g.hidden, g.layers, g.layers)
-    linear("out", g.slots, g.hidden, query, g.layers, g.layers)
-    linear("gate-up", g.slots, 2 * g.inner, g.hidden, g.layers, g.layers)
-    linear("down", g.slots, g.hidden, g.inner, g.layers, g.layers)
+    float8 = matmul == "fp8"
+    linear("fc", g.tokens, g.hidden, g.taps * g.hidden, 1)
+    linear("context keys", g.tokens, 2 * key, g.hidden, g.layers)
+    linear("query-key-value", g.slots, query + 2 * key, g.hidden, g.layers - 1)
+    linear("query-key-value of the first layer", g.anchors + 1, query + 2 * key, g.hidden, 1)
+    linear("out", g.slots, g.hidden, query, g.layers)
+    linear("gate-up", g.slots, 2 * g.inner, g.hidden, g.layers, float8)
+    linear("down", g.slots, g.hidden, g.inner, g.layers, float8)
     rows = 4096 // g.block_size * (g.block_size - 1)
     chunks = -(-g.anchors // (4096 // g.block_size))
     heads = 2 if teacher == "last" else 1
-    float8 = matmul == "fp8"
     found.append(Product("head forward", rows, g.vocabulary, g.hidden, heads * chunks, float8=float8))
     found.append(Product("head input gradient", rows, g.hidden, g.vocabulary, chunks, float8=float8))
     return found
@@ -148,8 +151,8 @@ def captured(built: Built, shapes: set[int]) -> CapturedStep:
     return CapturedStep(built.step, built.spec.record_bytes, shapes, DEVICE)
 
 
-def run_case(name: str, geometry_name: str, teacher: str, matmul: str) -> None:
-    """One geometry, captured; small ones eagerly too."""
+def run_case(name: str, geometry_name: str, teacher: str, matmul: str) -> float:
+    """One geometry, captured; small ones eagerly too. Returns seconds per step."""
     g = GEOMETRIES[geometry_name]
     torch.cuda.reset_peak_memory_stats()
     built = build(g, "bf16", TEACHERS[teacher], matmul)
@@ -178,6 +181,30 @@ def run_case(name: str, geometry_name: str, teacher: str, matmul: str) -> None:
     torch.cuda.empty_cache()
     floor = floor_seconds(g, teacher, matmul, attention)
     append_row("bench_step", name, metrics | {"floor_s": floor, "floor_share": floor / step_s})
+    return step_s
+
+
+def run_peer(name: str, geometry_name: str, teacher: str, ours: dict[str, float]) -> None:
+    """The speculators package's own step, beside those of ours that were timed before it in this run."""
+    from draftcache.benchmarks.speculators_peer import build_peer  # not installed by default
+
+    g = GEOMETRIES[geometry_name]
+    torch.cuda.reset_peak_memory_stats()
+    peer = build_peer(g, teacher, compile_mask=geometry_name != "qwen3-0.6b")
+    for _ in range(WARM + 2):
+        peer.step()
+    step_s = seconds(peer.step, repeat=TIMED, inner=1)
+    metrics = {
+        "step_s": step_s,
+        "tokens_s": g.tokens / step_s,
+        "blocks_s": g.anchors / step_s,
+        "peak_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+    for case, seconds_of_ours in ours.items():
+        if case.startswith(geometry_name):
+            metrics[f"x_ours/{case}"] = step_s / seconds_of_ours
+    append_row("bench_step", name, metrics)
+    torch.compiler.reset()
 
 
 def run_mixed() -> None:
@@ -222,13 +249,18 @@ def main() -> None:
     """Run the cases given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", nargs="+")
+    ours: dict[str, float] = {}
     for case in parser.parse_args().cases:
         print(f"--- {case}")
         if case == "full/mixed-buckets":
             run_mixed()
         else:
             geometry, teacher, *rest = case.split("/")
-            run_case(case, geometry, teacher, rest[0] if rest else "bf16")
+            if rest == ["speculators"]:
+                run_peer(case, geometry, teacher, ours)
+            else:
+                ours[case] = run_case(case, geometry, teacher, rest[0] if rest else "bf16")
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -80,7 +80,7 @@ def _decode_e2m1(values: Tensor) -> Tensor:
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     normal = ((exponent + 126) << 23 | mantissa << 22).view(torch.float32)
     magnitude = torch.where(exponent == 0, 0.5 * mantissa, normal)
-    return torch.where(codes >= 8, -magnitude, magnitude)
+    return (magnitude.view(torch.int32) | (codes >> 3) << 31).view(torch.float32)
 
 
 def quantise_numpy(x: npt.NDArray[np.float32], form: Format) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:

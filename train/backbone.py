@@ -1,19 +1,22 @@
 """The drafter's forward pass as training runs it: the network of `drafter.py` on the step's own products.
 
 Same weights, same formulas, fewer passes over memory: query, key and value are one product, gate and up another,
-residuals are added inside products, and the first
-layer projects A + 1 different inputs, not Q equal ones. `Drafter` itself is the plain twin.
+residuals are added inside products, and the first layer projects A + 1 different inputs, not Q equal ones. `Drafter`
+itself is the plain twin.
 
 Legend: T context tokens, Q block slots, K taps, H width, N / M query / key heads, d head width.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from draftcache.train.attention import Attention, Visibility
-from draftcache.train.drafter import Drafter, DrafterConfig, Layer, Linear, RMSNorm
+from draftcache.train.drafter import Drafter, Layer, Linear, RMSNorm
+from draftcache.train.float8 import Float8Weight
+from draftcache.train.heads import Rotary, key_value, query_key_value, rotary_tables
 from draftcache.train.linear import (
     Matrix,
     Norm,
@@ -21,17 +24,8 @@ from draftcache.train.linear import (
     linear,
     norm_linear,
     normed,
-    normed_and_rotated,
 )
 from draftcache.train.weights import ComputeWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Rotation tables of one set of positions, [S, d / 2] float32 each."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +47,10 @@ class _Layer:
 class Backbone:
     """The drafter on its compute weights."""
 
-    def __init__(self, drafter: Drafter, weights: ComputeWeights) -> None:
+    def __init__(self, drafter: Drafter, weights: ComputeWeights, matmul: str) -> None:
+        """`matmul` "fp8": the MLPs' products in 8 bits, except those that give weight gradients."""
+        self._matmul = matmul
+        self._float8: list[Float8Weight] = []
         self._config = drafter.config
         self._weights = weights
         self._fc = self._matrix(drafter.fc)
@@ -83,8 +80,8 @@ class Backbone:
         for number, layer in enumerate(self._layers):
             if number:
                 joint, x = norm_linear(x, layer.input_norm, layer.joint)
-            context_key, context_value = self._keys(linear(context, layer.key_value), layer, context_rotary)
-            x = self._run(layer, joint, x, rotary, context_key, context_value, attention)
+            keys = key_value(linear(context, layer.key_value), layer.key_norm, context_rotary, self._config)
+            x = self._run(layer, joint, x, rotary, *keys, attention)
         return normed(x, self._final_norm)
 
     def _run(
@@ -97,22 +94,11 @@ class Backbone:
         context_value: Tensor,  # [T, M, d]
         attention: Attention,
     ) -> Tensor:  # [Q, H]
-        width = self._config.num_heads * self._config.head_dim
-        query, key_value = joint.split([width, joint.shape[1] - width], dim=1)
-        query = normed_and_rotated(self._heads(query), layer.query_norm, rotary.cos, rotary.sin)
-        key, value = self._keys(key_value, layer, rotary)
-        mixed = attention(query, torch.cat([context_key, key]), torch.cat([context_value, value]), layer.rule)
+        query, key, value = query_key_value(joint, layer.query_norm, layer.key_norm, rotary, self._config)
+        mixed = attention(query, _joined(context_key, key), _joined(context_value, value), layer.rule)
         x = linear(mixed.flatten(1), layer.out, residual=x)
         gate_up, x = norm_linear(x, layer.post_norm, layer.gate_up)
         return gated_linear(gate_up, layer.down, residual=x)
-
-    def _keys(self, key_value: Tensor, layer: _Layer, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, [S, M, d] each, of a joint projection [S, 2 * M * d]."""
-        key, value = (self._heads(part) for part in key_value.chunk(2, dim=-1))
-        return normed_and_rotated(key, layer.key_norm, rotary.cos, rotary.sin), value
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(len(x), -1, self._config.head_dim)
 
     def _layer(self, layer: Layer, rule: Visibility) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -125,9 +111,21 @@ class Backbone:
             key_norm=self._norm(attention.k_norm),
             out=self._matrix(attention.o_proj),
             post_norm=self._norm(layer.post_attention_layernorm),
-            gate_up=self._matrix(mlp.gate_proj, mlp.up_proj),
-            down=self._matrix(mlp.down_proj),
+            gate_up=self._mlp_matrix(mlp.gate_proj, mlp.up_proj),
+            down=self._mlp_matrix(mlp.down_proj),
         )
+
+    def refresh_float8(self) -> None:
+        """Encode the weights anew; needed after every change of them."""
+        for weight in self._float8:
+            weight.refresh()
+
+    def _mlp_matrix(self, *layers: Linear) -> Matrix:
+        matrix = self._matrix(*layers)
+        if self._matmul != "fp8":
+            return matrix
+        self._float8.append(Float8Weight(matrix.weight.value))
+        return dataclasses.replace(matrix, float8=self._float8[-1])
 
     def _norm(self, norm: RMSNorm) -> Norm:
         return Norm(self._weights.weight(norm.weight), norm.eps)
@@ -148,8 +146,9 @@ def _spread(
     return torch.cat([rows[1:, None], masks], dim=1).flatten(0, 1)
 
 
-def rotary_tables(positions: Tensor, config: DrafterConfig) -> Rotary:
-    """The rotation of [S] positions."""
-    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-    angles = positions.float()[:, None] * config.rope_theta**-exponent
-    return Rotary(angles.cos(), angles.sin())
+def _joined(
+    context: Tensor,  # [T, M, d]
+    block: Tensor,  # [Q, M, d]
+) -> Tensor:  # [T + Q, M, d], head after head in memory
+    """Context followed by block, laid out as attention reads it."""
+    return torch.cat([context.transpose(0, 1), block.transpose(0, 1)], dim=1).transpose(0, 1)

@@ -23,7 +23,7 @@ from draftcache.train.loss import (
     top_losses,
     top_teacher,
 )
-from draftcache.train.loss_rows import RowStatistics, row_statistics, write_difference
+from draftcache.train.loss_rows import RowStatistics, TeacherRows, row_statistics, write_difference
 
 
 def chunked_loss(
@@ -72,16 +72,16 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:  # loss [], denominator [], right [n, B - 1] bool
     shape = inputs.labels.shape
     logits = head.logits(hidden.flatten(0, 1))
-    teacher_logits = _teacher_logits(inputs, head, hidden.dtype) if config.teacher == "last" else None
-    statistics = row_statistics(logits, teacher_logits)
+    statistics = row_statistics(logits)
+    teacher = _teacher_rows(inputs, head, hidden.dtype) if config.teacher == "last" else None
     labels = inputs.labels.flatten()[:, None]
     label_log_q = _log_q(logits, statistics, labels)
     weights = slot_weights(label_log_q.view(shape), inputs.valid, config)
-    coefficients, at, there = torch.ones_like(statistics.log_normaliser), None, None
+    coefficients, losses, at, there = torch.ones_like(statistics.log_normaliser), None, None, None
     if config.teacher == "tokens":
         losses = -label_log_q.squeeze(1)
         at, there = labels, label_log_q.exp() - 1
-    elif config.teacher == "top":
+    if config.teacher == "top":
         top = top_teacher(inputs)
         at = top.ids
         log_q_top = _log_q(logits, statistics, at)
@@ -89,11 +89,10 @@ def _chunk(
         q_top = log_q_top.exp()
         coefficients = (1 - top.rest / rest_of(q_top)).squeeze(1)
         there = q_top - top.probs
-    else:
-        assert statistics.divergence is not None, "teacher 'last' needs the teacher's logits"
-        losses = statistics.divergence
     derivative = head.derivative_like(logits)
-    write_difference(logits, statistics, coefficients, teacher_logits, head.factor, derivative)
+    divergence = write_difference(logits, statistics.log_normaliser, coefficients, teacher, head.factor, derivative)
+    losses = divergence if losses is None else losses
+    assert losses is not None, f"no loss is defined for teacher {config.teacher!r}"
     if at is not None and there is not None:
         _overwrite(derivative, at, there * head.factor)
     gradient.flatten(0, 1).copy_(head.hidden_gradient(derivative, weights.flatten()))
@@ -114,6 +113,7 @@ def _overwrite(derivative: Tensor, at: Tensor, values: Tensor) -> None:
     derivative.scatter_(1, at, values)
 
 
-def _teacher_logits(inputs: LossInputs, head: FrozenHead, dtype: torch.dtype) -> Tensor:
+def _teacher_rows(inputs: LossInputs, head: FrozenHead, dtype: torch.dtype) -> TeacherRows:
     assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
-    return head.logits(inputs.teacher_hidden.flatten(0, 1).to(dtype))
+    logits = head.logits(inputs.teacher_hidden.flatten(0, 1).to(dtype))
+    return TeacherRows(logits, row_statistics(logits).log_normaliser)

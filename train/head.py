@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-E4M3_MAX = 448.0
+from draftcache.train.float8 import Float8Weight, scaled_product
+
 _DERIVATIVE_FACTOR = 2.0**15  # 1 lands at 32,768 of e5m2's 57,344, and 2^-31 is still above its smallest value
 
 
@@ -59,27 +60,17 @@ class Head:
 
 
 class Fp8Head:
-    """The head as e4m3, twice: rows of V for logits, rows of H for gradients."""
+    """The head in 8 bits."""
 
     factor = _DERIVATIVE_FACTOR
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` is [V, H], V and H multiples of 16, on a device that multiplies float8."""
-        self._dtype = weight.dtype
-        self._rows, self._row_scales = quantise_rows(weight)
-        self._columns, self._column_scales = quantise_rows(weight.t().contiguous())
+        self._weight = Float8Weight(weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See FrozenHead."""
-        coded, scales = quantise_rows(hidden)
-        return torch._scaled_mm(
-            coded,
-            self._rows.t(),
-            scale_a=scales,
-            scale_b=self._row_scales.t(),
-            out_dtype=self._dtype,
-            use_fast_accum=True,
-        )
+        return self._weight.product(hidden)
 
     def derivative_like(self, logits: Tensor) -> Tensor:
         """See FrozenHead."""
@@ -87,19 +78,5 @@ class Fp8Head:
 
     def hidden_gradient(self, derivative: Tensor, weights: Tensor) -> Tensor:
         """See FrozenHead."""
-        return torch._scaled_mm(
-            derivative,
-            self._columns.t(),
-            scale_a=(weights / self.factor)[:, None],
-            scale_b=self._column_scales.t(),
-            out_dtype=self._dtype,
-            use_fast_accum=False,
-        )
-
-
-def quantise_rows(
-    x: Tensor,  # [rows, columns]
-) -> tuple[Tensor, Tensor]:  # e4m3 [rows, columns], scales [rows, 1] float32
-    """Each row divided by its own scale, which takes its largest value to e4m3's."""
-    scales = (x.abs().amax(1, keepdim=True).float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x / scales).to(torch.float8_e4m3fn), scales
+        scales = (weights / self.factor)[:, None]
+        return scaled_product(derivative, scales, self._weight.columns, self._weight.column_scales, torch.bfloat16)

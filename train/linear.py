@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftcache.train.float8 import Float8Weight
 from draftcache.train.pointwise import (
-    norm_rotate,
-    norm_rotate_backward,
     rms_norm,
     rms_norm_backward,
     swiglu,
@@ -33,6 +32,7 @@ class Matrix:
 
     weight: Weight
     bias: Weight | None = None
+    float8: Float8Weight | None = None  # then x W' and the input's gradient are products in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +79,6 @@ def normed(
 ) -> Tensor:  # [..., n]
     """rms_norm(x); keeps x."""
     y: Tensor = _Norm.apply(x, norm.scale.parameter, norm)  # type: ignore[no-untyped-call]
-    return y
-
-
-def normed_and_rotated(
-    x: Tensor,  # [S, N, d]
-    norm: Norm,
-    cos: Tensor,  # [S, d / 2] float32
-    sin: Tensor,  # [S, d / 2] float32
-) -> Tensor:  # [S, N, d]
-    """rms_norm of every head, rotated; keeps x."""
-    y: Tensor = _NormRotate.apply(x, cos, sin, norm.scale.parameter, norm)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -158,22 +147,12 @@ class _Norm(torch.autograd.Function):
         return dx, None, None
 
 
-class _NormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, _asks: Tensor, norm: Norm) -> Tensor:
-        ctx.save_for_backward(x, cos, sin)
-        ctx.norm = norm
-        return norm_rotate(x, norm.scale.value, norm.eps, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, cos, sin = ctx.saved_tensors
-        dx, d_scale = norm_rotate_backward(gradients[0], x, ctx.norm.scale.value, ctx.norm.eps, cos, sin)
-        ctx.norm.scale.gradient.add_(d_scale)
-        return dx, None, None, None, None
-
-
 def _product(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
+    if matrix.float8 is not None:
+        y = matrix.float8.product(x)
+        for term in (residual, None if matrix.bias is None else matrix.bias.value):
+            y = y if term is None else y.add_(term)
+        return y
     transposed = matrix.weight.value.t()
     if residual is not None:
         y = torch.addmm(residual, x, transposed)
@@ -182,6 +161,8 @@ def _product(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
 
 
 def _input_gradient(gradient: Tensor, matrix: Matrix) -> Tensor:
+    if matrix.float8 is not None:
+        return matrix.float8.input_gradient(gradient)
     return gradient @ matrix.weight.value
 
 

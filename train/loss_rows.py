@@ -7,8 +7,8 @@ Legend: n rows, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -17,64 +17,71 @@ class RowStatistics:
     """What one pass over n rows of logits tells."""
 
     log_normaliser: Tensor  # [n] float32, log sum exp z
-    best: Tensor  # [n] int64, argmax of z
-    teacher_log_normaliser: Tensor | None = None  # [n] float32
-    divergence: Tensor | None = None  # [n] float32, KL(teacher || drafter)
+    best: Tensor  # [n] int64, argmax of z, the first one of several
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRows:
+    """A teacher's logits [n, V] and their normalisers [n] float32."""
+
+    logits: Tensor
+    log_normaliser: Tensor
 
 
 def row_statistics(
     logits: Tensor,  # [n, V]
-    teacher_logits: Tensor | None,  # [n, V]
 ) -> RowStatistics:
-    """Normalisers, arg max, and the divergence from a teacher if there is one."""
-    if logits.is_cuda:
-        from draftcache.train import loss_kernels  # Triton exists only beside CUDA
-
-        return loss_kernels.row_statistics(logits, teacher_logits)
-    return plain_row_statistics(logits, teacher_logits)
+    """Normalisers and arg max."""
+    run = _kernels().row_statistics if logits.is_cuda else plain_row_statistics
+    statistics: RowStatistics = run(logits)
+    return statistics
 
 
 def write_difference(
     logits: Tensor,  # [n, V]
-    statistics: RowStatistics,
+    log_normaliser: Tensor,  # [n] float32
     coefficients: Tensor,  # [n] float32
-    teacher_logits: Tensor | None,  # [n, V]
+    teacher: TeacherRows | None,
     factor: float,
     out: Tensor,  # [n, V], written; may be `logits` itself
-) -> None:
-    """out = factor * (coefficient * softmax(z) - softmax(teacher's z)); without a teacher, only the first term."""
-    if logits.is_cuda:
-        from draftcache.train import loss_kernels  # Triton exists only beside CUDA
+) -> Tensor | None:  # [n] float32
+    """out = factor * (coefficient * softmax(z) - softmax(teacher's z)); without a teacher, only the first term.
 
-        loss_kernels.write_difference(logits, statistics, coefficients, teacher_logits, factor, out)
-    else:
-        plain_write_difference(logits, statistics, coefficients, teacher_logits, factor, out)
+    With a teacher it returns KL(teacher || drafter) of each row.
+    """
+    run = _kernels().write_difference if logits.is_cuda else plain_write_difference
+    divergence: Tensor | None = run(logits, log_normaliser, coefficients, teacher, factor, out)
+    return divergence
 
 
-def plain_row_statistics(logits: Tensor, teacher_logits: Tensor | None) -> RowStatistics:
+def plain_row_statistics(logits: Tensor) -> RowStatistics:
     """The plain twin of `row_statistics`."""
-    z = logits.float()
-    log_normaliser = z.logsumexp(-1)
-    if teacher_logits is None:
-        return RowStatistics(log_normaliser, z.argmax(-1))
-    teacher = teacher_logits.float()
-    teacher_log_normaliser = teacher.logsumexp(-1)
-    p = (teacher - teacher_log_normaliser[:, None]).exp_()
-    divergence = (p * (teacher - z)).sum(-1) - teacher_log_normaliser + log_normaliser
-    return RowStatistics(log_normaliser, z.argmax(-1), teacher_log_normaliser, divergence)
+    return RowStatistics(logits.float().logsumexp(-1), logits.argmax(-1))
 
 
 def plain_write_difference(
     logits: Tensor,
-    statistics: RowStatistics,
+    log_normaliser: Tensor,
     coefficients: Tensor,
-    teacher_logits: Tensor | None,
+    teacher: TeacherRows | None,
     factor: float,
     out: Tensor,
-) -> None:
+) -> Tensor | None:
     """The plain twin of `write_difference`."""
-    difference = (logits.float() - statistics.log_normaliser[:, None]).exp_() * coefficients[:, None]
-    if teacher_logits is not None:
-        assert statistics.teacher_log_normaliser is not None, "statistics made without the teacher's logits"
-        difference -= torch.exp(teacher_logits.float() - statistics.teacher_log_normaliser[:, None])
+    log_q = logits.float() - log_normaliser[:, None]
+    difference = log_q.exp() * coefficients[:, None]
+    divergence = None
+    if teacher is not None:
+        log_p = teacher.logits.float() - teacher.log_normaliser[:, None]
+        p = log_p.exp()
+        difference -= p
+        divergence = (p * (log_p - log_q)).sum(-1)
     out.copy_(difference.mul_(factor))
+    return divergence
+
+
+def _kernels() -> Any:
+    """Triton exists only beside CUDA."""
+    from draftcache.train import loss_kernels
+
+    return loss_kernels

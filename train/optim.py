@@ -1,7 +1,8 @@
 """AdamW and its schedule, every scalar of them a device tensor, so that one captured update serves every step.
 
 An update divides the summed gradients by the window's weight, clips, steps and clears, without a host read. A
-non-finite gradient or a window of weight zero skips the update on the device and is counted.
+non-finite gradient or a window of weight zero skips the update on the device and is counted; only an update that
+changed the weights counts as a step.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftcache.common.errors import UsageError
+from draftcache.train.adamw import FlatState, Scalars, adamw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,63 +48,74 @@ def learning_rate(step: Tensor, config: OptimConfig, total_steps: int) -> Tensor
 
 
 class Optimizer:
-    """Moments, gradient buffer and scalars of one training run. Everything in it keeps its address."""
+    """Masters, moments, gradients and scalars of one training run, in flat buffers that keep their addresses."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimConfig, total_steps: int) -> None:
+        """Moves the parameters into one flat buffer: each becomes a view of it, as its gradient does of another."""
         self.parameters = sorted(parameters, key=lambda p: -p.dim())
-        """Matrices before vectors, so that neighbouring layers' matrices are neighbours in the gradient buffer."""
+        """Matrices before vectors, so that neighbouring layers' matrices are neighbours in the buffers."""
         self._config = config
         self._total_steps = total_steps
-        device = self.parameters[0].device
-        self.gradients = torch.zeros(sum(p.numel() for p in self.parameters), device=device)
-        """Flat float32 sums of the window's gradients; every parameter's `.grad` is a view of it."""
-        self.step = torch.zeros((), dtype=torch.float64, device=device)
-        self.skipped = torch.zeros((), dtype=torch.float64, device=device)
-        self.lr = torch.zeros((), dtype=torch.float32, device=device)
-        self.gradient_norm = torch.zeros((), dtype=torch.float32, device=device)
+        masters = torch.cat([p.detach().flatten() for p in self.parameters])
+        gradients, first, second = (torch.zeros_like(masters) for _ in range(3))
+        self._flat = FlatState(masters=masters, gradients=gradients, first=first, second=second)
+        self._moments: list[tuple[Tensor, Tensor]] = []
         offset = 0
         for parameter in self.parameters:
-            parameter.grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-        self._adamw = torch.optim.AdamW(
-            self.parameters,
+            here = slice(offset, offset + parameter.numel())
+            parameter.data = masters[here].view_as(parameter)
+            parameter.grad = gradients[here].view_as(parameter)
+            self._moments.append((first[here].view_as(parameter), second[here].view_as(parameter)))
+            offset = here.stop
+        self.step = torch.zeros((), dtype=torch.float64, device=masters.device)
+        """Updates that changed the weights: the schedule's step."""
+        self.skipped = torch.zeros_like(self.step)
+        self.lr, self.gradient_norm, divisor, skip, *corrections = (
+            torch.zeros((), device=masters.device) for _ in range(6)
+        )
+        self._scalars = Scalars(
             lr=self.lr,
-            betas=(config.beta1, config.beta2),
+            divisor=divisor,
+            skip=skip,
+            first_correction=corrections[0],
+            second_correction=corrections[1],
+            beta1=config.beta1,
+            beta2=config.beta2,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=True,
-            capturable=self.gradients.is_cuda,
         )
-        self._divisor = torch.ones((), device=device)
-        self._found_inf = torch.zeros((), device=device)
-        # Fused AdamW reads these two: it divides gradients by the one and leaves everything alone if the other is 1.
-        self._adamw.grad_scale = self._divisor  # type: ignore[attr-defined]
-        self._adamw.found_inf = self._found_inf  # type: ignore[attr-defined]
-        self._make_state()
+
+    @property
+    def gradients(self) -> Tensor:
+        """Flat float32 sums of the window's gradients; every parameter's `.grad` is a view of it."""
+        return self._flat.gradients
+
+    @property
+    def masters(self) -> Tensor:
+        """Flat float32 weights; every parameter is a view of it."""
+        return self._flat.masters
 
     @torch.no_grad()
-    def update(self, weight: Tensor) -> None:
-        """One step with the mean gradient `gradients / weight` ([] float32), clipped; then clear the gradients."""
-        self.lr.copy_(learning_rate(self.step, self._config, self._total_steps))
+    def update(self, weight: Tensor, copies: Tensor | None = None) -> None:
+        """One step with the mean gradient `gradients / weight` ([] float32), clipped; then clear the gradients.
+
+        `copies`, flat in the compute dtype, are the masters' and follow them.
+        """
+        config, scalars = self._config, self._scalars
+        self.lr.copy_(learning_rate(self.step, config, self._total_steps))
         norm = torch.linalg.vector_norm(self.gradients) / weight
         self.gradient_norm.copy_(norm)
-        self._found_inf.copy_(~torch.isfinite(norm))
-        self._divisor.copy_(weight * (norm / self._config.clip).clamp_min(1.0))
-        self._adamw.step()
-        self.skipped += self._found_inf
-        self.step += 1
-        self.gradients.zero_()
+        scalars.skip.copy_(~torch.isfinite(norm))
+        scalars.divisor.copy_(weight * (norm / config.clip).clamp_min(1.0))
+        scalars.first_correction.copy_(1 - config.beta1 ** (self.step + 1))
+        scalars.second_correction.copy_(1 - config.beta2 ** (self.step + 1))
+        adamw(self._flat, scalars, copies)
+        self.skipped += scalars.skip
+        self.step += 1 - scalars.skip
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint must hold, by name; the tensors themselves, not copies."""
         tensors = {"step": self.step, "skipped": self.skipped}
-        for index, parameter in enumerate(self.parameters):
-            for name, value in self._adamw.state[parameter].items():
-                tensors[f"{index}.{name}"] = value
+        for index, (first, second) in enumerate(self._moments):
+            tensors |= {f"{index}.exp_avg": first, f"{index}.exp_avg_sq": second}
         return tensors
-
-    def _make_state(self) -> None:
-        """Let AdamW allocate its moments now, outside any capture, by a step that `found_inf` turns into nothing."""
-        self._found_inf.fill_(1)
-        self._adamw.step()
-        self._found_inf.zero_()

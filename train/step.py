@@ -42,7 +42,7 @@ class StepConfig:
     seed: int
     log_rows: int  # steps whose metrics the device holds before the host fetches them
     dtype: torch.dtype  # of activations
-    matmul: str = "bf16"  # "fp8": products with the head in 8 bits
+    matmul: str = "bf16"  # "fp8": products with the head and in the MLPs in 8 bits
 
 
 class Stepper(Protocol):
@@ -71,8 +71,8 @@ class EagerStep:
     ) -> None:
         self._drafter = drafter.config
         self._optimizer = optimizer
-        self._weights = ComputeWeights(optimizer.parameters, optimizer.gradients, config.dtype)
-        self._backbone = Backbone(drafter, self._weights)
+        self._weights = ComputeWeights(optimizer, config.dtype)
+        self._backbone = Backbone(drafter, self._weights, config.matmul)
         self._embedding = parts.embedding.to(config.dtype)
         tied = parts.head is parts.embedding
         head = self._embedding if tied else parts.head.to(config.dtype)
@@ -104,8 +104,8 @@ class EagerStep:
 
     def update(self) -> None:
         """See Stepper."""
-        self._optimizer.update(self._sums[1].float())
-        self._weights.refresh()
+        self._optimizer.update(self._sums[1].float(), self._weights.values)
+        self._backbone.refresh_float8()
         row = torch.stack([t.double() for t in self._scalars()])
         self.log.index_copy_(0, self._log_index, torch.cat([row, self._sums])[None])
         self._log_index.copy_((self._log_index + 1) % self._config.log_rows)
@@ -114,6 +114,7 @@ class EagerStep:
     def refresh_weights(self) -> None:
         """Follow the masters; needed after weights were loaded into them."""
         self._weights.refresh()
+        self._backbone.refresh_float8()
 
     def clear_gradients(self) -> None:
         """Forget what the window has summed so far."""
