@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -71,8 +72,13 @@ def cli() -> None:
 @click.option("--limit", type=int, help="Read at most so many lines.")
 @click.option("--codec", type=click.Choice(["bf16", "mxfp8", "mxfp4"]), help="Of the taps.  [default: bf16]")
 @click.option("--teacher", type=click.Choice(["last", "top", "none"]), help="Kept for the loss.  [default: last]")
+@click.option("--chat-template", type=FOLDER, help="Jinja file in place of the target's own template.")
+@click.option("--chat-template-kwargs", help='Extra arguments of the template, as JSON: {"enable_thinking": false}.')
+@click.option("--max-dropped", type=float, help="Stop if a larger share of the samples is dropped.  [default: 0.9]")
+@click.option("--max-void", type=float, help="Stop if a larger share has broken states.  [default: 0.1]")
 @click.option("--dtype", type=DTYPES, help="Of the target's forward; float32 suits most CPUs.  [default: its own]")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")
+@click.option("--device-map", type=click.Choice(["auto"]), help="auto: spread the target over all GPUs.")
 @click.option("--resume", is_flag=True, help="Go on with a store: write what is missing or damaged.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing store.")
 @click.option("--dry-run", is_flag=True, help="Only say what it would take; needs no weights.")
@@ -89,11 +95,20 @@ def extract(**flags: Any) -> None:
         return
     store = run(config)
     report = store.manifest.report
-    click.echo(f"{store.path}: {report.kept} of {report.read} samples kept, {report.truncated} truncated")
+    if int(os.environ.get("RANK", "0")):
+        return
+    supervised = report.supervised_tokens + report.supervised_tokens_cut
+    lost = report.supervised_tokens_cut / supervised
+    click.echo(
+        f"{store.path}: {report.kept} of {report.read} samples kept, {report.truncated} truncated, which cost "
+        f"{lost:.1%} of the supervised tokens"
+    )
     for reason, count in report.dropped.items():
         click.echo(f"  {count} dropped: {reason.replace('_', ' ')}")
     for note, count in report.notes.items():
-        click.echo(f"  {count} with {note.replace('_', ' ')}")
+        click.echo(f"  {count} {note.replace('_', ' ')}")
+    if store.void_samples:
+        click.echo(f"  {store.void_samples} void: states not finite or all zero; nobody trains on them")
 
 
 @cli.command()
@@ -158,17 +173,23 @@ def train(resume: str | None, **flags: Any) -> None:
 @click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
 @click.option("--samples", type=click.IntRange(min=1), help="Read at most so many samples of a bucket.  [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def stats(store: Path, samples: int | None, as_json: bool) -> None:
+@click.option("--show", type=click.IntRange(min=1), help="Only print so many samples, supervised text in colour.")
+def stats(store: Path, samples: int | None, as_json: bool, show: int | None) -> None:
     """Show what STORE holds, from the stored bytes themselves."""
     from draftcache.common.stats import LOW_AGREEMENT, BucketStats, PlaneStats, store_stats
     from draftcache.common.store import open_store
 
+    if show is not None:
+        _show_samples(store, show)
+        return
     figures = store_stats(open_store(store), samples)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(figures)))
         return
     report = figures.report
-    click.echo(f"{report.kept} of {report.read} lines kept, {report.truncated} truncated, dropped: {report.dropped}")
+    click.echo(f"{report.kept} of {report.read} samples kept, {report.truncated} truncated, dropped: {report.dropped}")
+    if figures.void:
+        click.echo(f"{figures.void} samples are void (states not finite or all zero) and left out of all that follows")
     click.echo(f"{figures.bytes_per_token} bytes per token")
     if figures.label_agreement is not None:
         click.echo(f"{figures.label_agreement:.1%} of the supervised tokens looked at are the target's own choice")
@@ -199,38 +220,64 @@ def verify(store: Path) -> None:
     if report.damage:
         sys.exit(DAMAGE)
     click.echo(f"{report.shards} shards ({report.bytes_read} bytes) and {report.files} files are as they were written")
+    if report.void:
+        click.echo(f"{report.samples} samples to train on; {report.void} void: states not finite or all zero")
 
 
 @cli.command()
 @click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option("--out", type=FOLDER, required=True, help="Folder to make.")
+@click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
+@click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")
+@click.option("--measured", type=FOLDER, help="File of `evaluate --json`: puts accepted lengths into the card.")
+def export(**flags: Any) -> None:
+    """Write a run's drafter as the folder that vLLM and SGLang load."""
+    from draftcache.train.export import ExportConfig
+    from draftcache.train.export import export as run
+
+    result = run(ExportConfig(**_given(flags)))
+    click.echo(f"{result.folder}: {result.tensors} tensors, read back bit for bit")
+    if result.parity:
+        p = result.parity
+        click.echo(
+            f"{p.slots} slots of {p.samples} stored samples: logits {p.relative_error:.2%} off the trainer's, "
+            f"{p.same_token:.1%} propose the same token"
+        )
+
+
+@cli.command()
+@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--temperature", type=float, help="0 is greedy; else the target samples.  [default: 0]")
+@click.option("--seed", type=int, help="Of sampling.  [default: 0]")
 @click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
-@click.option("--device", help="Torch device.  [default: cpu]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def evaluate(as_json: bool, **flags: Any) -> None:
-    """Decode the prompts of DATA speculatively and plainly, and compare.
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+@click.option("--json", "json_file", type=FOLDER, help="Also write everything to this file.")
+def evaluate(json_file: Path | None, **flags: Any) -> None:
+    """Decode the prompts of DATA with drafters and without, and compare.
 
-    Exits 1 if speculative text differs from plain text other than by a tie.
+    Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
-    from draftcache.train.evaluate import EvaluateConfig, SetReport
+    from draftcache.train.evaluate import EvaluateConfig, write_reports
     from draftcache.train.evaluate import evaluate as run
+    from draftcache.train.tally import SetReport
+    from draftcache.train.verify_block import Sampling
 
-    reports = run(EvaluateConfig(**_given(flags)))
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(report) for report in reports]))
-    else:
-        _table(SetReport, reports, leave_out=("slot_rates", "differences"))
-        for report in reports:
-            rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
-            click.echo(f"\n{report.name}: share of blocks accepting at least k drafted tokens: {rates}")
-            for d in report.differences:
-                kind = "a tie" if d.tie else "NOT a tie"
-                click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
+    given = _given(flags)
+    sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
+    config = EvaluateConfig(sampling=sampling, **given)
+    reports = run(config)
+    if json_file is not None:
+        write_reports(json_file, reports, config)
+    _table(SetReport, reports, leave_out=("slot_rates", "spans", "differences"))
+    for report in reports:
+        _show_details(report)
     if any(report.unexplained for report in reports):
-        sys.exit(1)
+        sys.exit(DAMAGE)
 
 
 @cli.command()
@@ -260,6 +307,17 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _show_details(report: Any) -> None:
+    """What the table of `evaluate` has no room for."""
+    rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
+    click.echo(f"\n{report.drafter} on {report.name}: blocks that accept at least k drafted tokens: {rates}")
+    spans = ", ".join(f"{s.begin}-{s.end - 1}: {s.accepted_length:.3f} ({s.blocks})" for s in report.spans)
+    click.echo(f"  accepted length by position, and blocks: {spans}")
+    for d in report.differences:
+        kind = "a tie" if d.tie else "NOT a tie"
+        click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
+
+
 def _show_estimate(figures: Any, free: int) -> None:
     """What `extract --dry-run` prints."""
     from draftcache.extract.estimate import BucketEstimate
@@ -267,6 +325,20 @@ def _show_estimate(figures: Any, free: int) -> None:
     _table(BucketEstimate, figures.buckets)
     click.echo(f"\n{figures.bytes_per_token} bytes per token, {figures.logical_bytes} logical bytes")
     click.echo(f"{figures.disk_bytes} bytes on disk, {free} bytes free")
+
+
+def _show_samples(path: Path, count: int) -> None:
+    """What `stats --show` prints: supervised text in green, or between marks where there are no colours."""
+    from draftcache.common.samples import read_samples
+    from draftcache.common.store import open_store
+
+    colours = sys.stdout.isatty()
+    for sample in read_samples(open_store(path), count):
+        click.echo(click.style(f"sample {sample.number}, bucket {sample.ceiling}, {sample.tokens} tokens", bold=True))
+        for text, supervised in sample.parts:
+            marked = click.style(text, fg="green", bold=True) if colours else f"[[{text}]]"
+            click.echo(marked if supervised else text, nl=False)
+        click.echo("\n")
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from logits in bfloat16, as a bfloat16 target gives them, in which the first two
 
     python -m draftcache.benchmarks.bench_codecs TARGET [--data examples/conversations.jsonl] [--tokens 4096]
 
-TARGET is the folder that `examples/smollm2_target.py` makes, or any other. It runs on the CPU in float32; what the
-codecs make of those states is read back through the very functions that extraction and training use. Errors and
-cosines are taken per token and then averaged; everything behind the head counts supervised tokens only.
+TARGET is the folder that `examples/smollm2_target.py` makes. It runs on the CPU in float32; what the codecs make of
+those states is read back through the very functions that extraction and training use. Errors and cosines are taken per
+token and then averaged; everything behind the head counts supervised tokens only.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from draftcache.common.codec import field_tensor, put_tap, put_teacher, read_tap
 from draftcache.common.data import read_lines
 from draftcache.common.record import CODECS, TOP_K, record_spec
 from draftcache.common.target import Target, default_layer_ids, load_target, load_tokenizer, tap_layers
-from draftcache.extract.template import tokenize
+from draftcache.extract.template import Template, tokenize
 
 TAPS = 5
 HEAD_ROWS = 256
@@ -41,12 +41,13 @@ def real_states(folder: Path, target: Target, data: Path, tokens: int) -> tuple[
     """At least `tokens` tokens' states, float32 [T, H] by plane, and [T] bool: whether the next token is supervised."""
     layer_ids = default_layer_ids(len(target.layers), TAPS)
     tokenizer = load_tokenizer(folder)
+    template = Template(tokenizer=tokenizer, vocab_size=len(target.embedding), tokenizer_size=len(tokenizer))
     taps: list[list[Tensor]] = [[] for _ in layer_ids]
     last: list[Tensor] = []
     supervised: list[Tensor] = []
     hooks = tap_layers(target, layer_ids, lambda position, output: taps[position].append(output[0]))
     for line in read_lines([data]):
-        sample = tokenize(line, tokenizer, len(target.embedding))
+        (sample,) = tokenize(line, template).samples
         ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.loss_mask)
         last.append(target.decoder(input_ids=ids, use_cache=False).last_hidden_state[0])
         supervised.append(functional.pad(mask[1:], (0, 1)).bool())

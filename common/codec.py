@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draftcache.common.ends import apply_ends
+from draftcache.common.manifest import PLAIN_ENDS, TargetEnds
 from draftcache.common.quantise import FORMATS, dequantise, quantise
 from draftcache.common.record import TOP_K, Field, RecordSpec
 
@@ -47,6 +49,7 @@ def put_teacher(
     spec: RecordSpec,
     last: Tensor,  # [rows, tokens, H] after the final norm
     head: Tensor,  # [V, H]
+    ends: TargetEnds = PLAIN_ENDS,
 ) -> None:
     """Write what the record keeps of the teacher: the last hidden state, its most probable tokens, or nothing.
 
@@ -58,7 +61,8 @@ def put_teacher(
         ids, log_probs = (field_tensor(records, spec.field(name)) for name in ("top_ids", "top_log_probs"))
         for row in range(last.shape[0]):
             for cut in (slice(i, i + LOGIT_ROWS) for i in range(0, last.shape[1], LOGIT_ROWS)):
-                logits = functional.linear(last[row, cut], head).float()
+                products = functional.linear(last[row, cut].to(head.device), head).float()
+                logits = apply_ends(products, ends)
                 top = logits.topk(TOP_K, dim=-1)
                 ids[row, cut].copy_(top.indices)
                 log_probs[row, cut].copy_(top.values - logits.logsumexp(-1, keepdim=True))

@@ -5,6 +5,9 @@ Three forms are understood, told apart by their keys:
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"conversations": [{"from": "human", "value": "..."}, ...]}     or with role/content
     {"input_ids": [...], "loss_mask": [0, 1, ...]}                  already tokenized
+
+A message may carry `tool_calls`, `tool_call_id`, `name` and its reasoning, and a line `tools`: all of it goes to the
+chat template, under the names and in the form in which servers hand it over.
 """
 
 import gzip
@@ -26,6 +29,8 @@ ROLES = {
     "gpt": "assistant",
     "tool": "tool",
 }
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Under which data and templates know the text that an assistant thought before its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,8 @@ class Line:
 
     number: int  # 0-based over all files: the sample number in the store
     where: str  # "file:line" with the line counted from 1, for messages
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     input_ids: tuple[int, ...] | None = None
     loss_mask: tuple[int, ...] = ()
 
@@ -90,18 +96,59 @@ def _parse(number: int, where: str, text: str) -> Line:
     if not isinstance(turns, list) or not turns:
         _refuse(where, f"keys {sorted(record)}", "a non-empty list `messages` or `conversations`, or `input_ids`")
     messages = tuple(_message(where, i, turn) for i, turn in enumerate(turns))
-    return Line(number=number, where=where, messages=messages)
+    return Line(number=number, where=where, messages=messages, tools=_tools(where, record.get("tools")))
 
 
-def _message(where: str, position: int, turn: Any) -> dict[str, str]:
+def _message(where: str, position: int, turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         _refuse(where, f"turn {position} is a {type(turn).__name__}", "an object with role and content")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         _refuse(where, f"turn {position} has the role {role!r}", f"one of {sorted(ROLES)}")
+    calls = turn.get("tool_calls") or []
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         _refuse(where, f"turn {position} has content of type {type(content).__name__}", "a string")
-    return {"role": ROLES[role], "content": content}
+    message: dict[str, Any] = {"role": ROLES[role], "content": content}
+    if calls:
+        message["tool_calls"] = _tool_calls(where, position, calls)
+    reasoning = next((turn[name] for name in REASONING_NAMES if turn.get(name)), "")
+    if not isinstance(reasoning, str):
+        _refuse(where, f"turn {position} has reasoning of type {type(reasoning).__name__}", "a string")
+    if reasoning:
+        message |= dict.fromkeys(REASONING_NAMES, reasoning)
+    for name in ("tool_call_id", "name"):
+        if isinstance(turn.get(name), str):
+            message[name] = turn[name]
+    return message
+
+
+def _tool_calls(where: str, position: int, calls: Any) -> list[dict[str, Any]]:
+    """The calls with arguments as objects: servers parse the JSON text in which clients send them."""
+    parsed = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            _refuse(where, f"turn {position} has a tool call {call!r:.60}", "an object whose function has a name")
+        arguments = function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            _refuse(where, f"turn {position} calls {function['name']} with {arguments!r:.60}", "arguments in JSON")
+        parsed.append({"type": "function"} | call | {"function": function | {"arguments": arguments}})
+    return parsed
+
+
+def _tools(where: str, tools: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            _refuse(where, f"tools {tools!r:.60}", "a list of JSON schemas")
+    if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
+        _refuse(where, f"tools of type {type(tools).__name__}", "a list of JSON schemas")
+    return tuple(tools or [])
 
 
 def _parse_tokens(number: int, where: str, record: dict[str, Any]) -> Line:

@@ -7,7 +7,7 @@ readers leave it out, and the next writer cuts it off.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from draftcache.common.errors import DamageError
-from draftcache.common.files import sync_directory
+from draftcache.common.files import atomic_path, sync_directory
 from draftcache.common.shard import crc32c
 
 FOLDER = "journal"
@@ -30,7 +30,7 @@ class JournalEntry:
     shard: int
     size: int  # bytes
     digests: tuple[int, ...]  # of every row, see `shard.row_digest`
-    void: tuple[int, ...] = ()  # rows with states that are not finite: they are never read
+    void: tuple[int, ...] = ()  # rows of the shard with states not finite or all zero: nobody trains on them
 
 
 class Journal:
@@ -62,7 +62,7 @@ def read_journal(store: Path) -> Iterator[JournalEntry]:
 
     Raises DamageError for a complete line that fails its checksum.
     """
-    for path in sorted((store / FOLDER).glob("rank-*.jsonl")):
+    for path in journal_files(store):
         *lines, _torn = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
             entry = _parse(line)
@@ -73,6 +73,25 @@ def read_journal(store: Path) -> Iterator[JournalEntry]:
                     do="delete the file and run `draftcache extract --resume`, which then writes its shards again",
                 )
             yield entry
+
+
+def merge_journals(store: Path, entries: Iterable[JournalEntry]) -> None:
+    """Make these entries the whole journal, in rank 0's file, so that no other rank's older entry counts as the later.
+
+    A crash in between leaves entries twice, never fewer.
+    """
+    first = store / FOLDER / "rank-0.jsonl"
+    with atomic_path(first) as partial:
+        partial.write_bytes(b"".join(map(journal_line, entries)))
+    for path in journal_files(store):
+        if path != first:
+            path.unlink()
+    sync_directory(store / FOLDER)
+
+
+def journal_files(store: Path) -> list[Path]:
+    """The journals that there are, one per rank that ever wrote."""
+    return sorted((store / FOLDER).glob("rank-*.jsonl"))
 
 
 def journal_line(entry: JournalEntry) -> bytes:

@@ -46,6 +46,23 @@ class TargetIdentity:
     weights_digest: str  # tensor names, shapes, file sizes and sampled pages
     tokenizer_digest: str
     template_digest: str
+    quantization: str | None = None  # the method, where the weights are quantised
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TargetEnds:
+    """What the target does besides looking rows up in its embedding and multiplying with its head, as measured.
+
+    First layer's input = embedding row x `embedding_scale`; logits = cap(head(last) x `logit_scale`), where cap(x) is
+    `logit_softcap` x tanh(x / `logit_softcap`), or x if that is None.
+    """
+
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+
+PLAIN_ENDS = TargetEnds()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +86,16 @@ class ExtractSettings:
     limit: int | None
     codec: str
     teacher: str
+    chat_template: str | None = None  # SHA-256 of a template given by hand in place of the target's own
+    chat_template_kwargs: str = "{}"  # JSON, keys sorted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What became of every line read: read = kept + the sum of `dropped`."""
+    """What became of every sample read: read = kept + the sum of `dropped`.
+
+    A line is one sample, or several where the template rewrites history (then a note counts such lines).
+    """
 
     read: int
     kept: int
@@ -115,6 +137,7 @@ class Manifest:
     data: tuple[DataFile, ...]
     report: DataReport
     buckets: tuple[BucketSummary, ...]
+    ends: TargetEnds = PLAIN_ENDS  # measured when the target was first loaded
     files: tuple[StoredFile, ...] = ()  # metadata, ids and masks, the target's parts
 
     @property
@@ -173,9 +196,9 @@ def check_same(found: Manifest, wanted: Manifest, what: str) -> None:
 
 
 def _made_from(manifest: Manifest) -> dict[str, Any]:
-    """The manifest without what says nothing about the data: the version, and the target's folder name."""
+    """The manifest without what says nothing of its own: the version, what follows from the rest, the folder's name."""
     plain = config.to_dict(manifest)
-    for name in ("draftcache_version", "files"):
+    for name in ("draftcache_version", "ends", "files"):
         del plain[name]
     del plain["target"]["name"]
     return plain

@@ -26,7 +26,10 @@ _LARGEST_CODE = {"mxfp8": 0x7E, "mxfp4": 7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketStats:
-    """One bucket. `fill` is real over padded tokens, `stored_per_real` what shards take over what their tokens need."""
+    """One bucket. `fill` is real over padded tokens, `stored_per_real` what shards take over what their tokens need.
+
+    Void samples are left out, but their bytes are on disk all the same.
+    """
 
     ceiling: int
     samples: int
@@ -60,6 +63,7 @@ class StoreStats:
 
     bytes_per_token: int
     report: DataReport
+    void: int  # samples whose states are not finite or all zero: everything below leaves them out
     label_agreement: float | None  # share of supervised tokens that the target would have chosen; None: no teacher
     buckets: tuple[BucketStats, ...]
     planes: tuple[PlaneStats, ...]
@@ -73,7 +77,7 @@ def store_stats(store: Store, max_samples: int | None = None) -> StoreStats:
     spec = store.manifest.record
     sums = [_PlaneSums(name, store.manifest.target.hidden_size) for name in plane_names(store)]
     for bucket in store.buckets.values():
-        rows = _spread(len(bucket.samples.samples), max_samples)
+        rows = _spread(bucket, max_samples)
         for row in tqdm(rows, desc=f"stats {bucket.ceiling}", unit=" samples", disable=None):
             records = torch.from_numpy(read_row_records(bucket, row))
             for plane, values in zip(sums, _planes(records, spec), strict=True):
@@ -83,6 +87,7 @@ def store_stats(store: Store, max_samples: int | None = None) -> StoreStats:
     return StoreStats(
         bytes_per_token=spec.record_bytes,
         report=store.manifest.report,
+        void=store.void_samples,
         label_agreement=_label_agreement(store),
         buckets=tuple(_bucket_stats(bucket, spec) for bucket in store.buckets.values()),
         planes=tuple(plane.result() for plane in sums),
@@ -174,7 +179,7 @@ def _label_agreement(store: Store) -> float | None:
         return None
     equal = total = 0
     for bucket in store.buckets.values():
-        for row in _spread(len(bucket.samples.samples), AGREEMENT_SAMPLES):
+        for row in _spread(bucket, AGREEMENT_SAMPLES):
             tokens = bucket.samples.tokens(row)
             labels = torch.from_numpy(bucket.samples.input_ids[tokens])[1:]
             supervised = torch.from_numpy(bucket.samples.loss_mask[tokens]).bool()[1:]
@@ -194,19 +199,20 @@ def _argmax_of_head(spec: RecordSpec, head: Tensor) -> Callable[[Tensor], Tensor
 
 
 def _bucket_stats(bucket: Bucket, spec: RecordSpec) -> BucketStats:
-    samples = bucket.samples
-    tokens = len(samples.input_ids)
+    rows = _live_rows(bucket)
+    cuts = [bucket.samples.tokens(row) for row in rows]
+    tokens = sum(cut.stop - cut.start for cut in cuts)
     disk = sum(_size(bucket, shard) for shard in range(bucket.shard_count))
     return BucketStats(
         ceiling=bucket.ceiling,
-        samples=len(samples.samples),
+        samples=len(rows),
         shards=bucket.shard_count,
         tokens=tokens,
-        supervised=int(samples.loss_mask.sum()),
-        fill=tokens / (len(samples.samples) * bucket.ceiling),
+        supervised=sum(int(bucket.samples.loss_mask[cut].sum()) for cut in cuts),
+        fill=tokens / max(len(rows) * bucket.ceiling, 1),
         real_bytes=tokens * spec.record_bytes,
         disk_bytes=disk,
-        stored_per_real=disk / (tokens * spec.record_bytes),
+        stored_per_real=disk / max(tokens * spec.record_bytes, 1),
     )
 
 
@@ -217,5 +223,11 @@ def _size(bucket: Bucket, shard: int) -> int:
     return found.path.stat().st_size
 
 
-def _spread(count: int, most: int | None) -> list[int]:
-    return [int(i) for i in np.unique(np.linspace(0, count - 1, min(count, most or count)).round())]
+def _live_rows(bucket: Bucket) -> list[int]:
+    return [row for row in range(len(bucket.samples.samples)) if row not in bucket.void_rows]
+
+
+def _spread(bucket: Bucket, most: int | None) -> list[int]:
+    """At most so many of the bucket's rows, evenly spread; void ones left out."""
+    rows = _live_rows(bucket)
+    return [rows[int(i)] for i in np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most or len(rows))).round())]

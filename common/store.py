@@ -70,6 +70,8 @@ class Bucket:
         self.geometry = ShardGeometry(rows=summary.rows, ceiling=summary.ceiling, record_bytes=record.record_bytes)
         self.committed: dict[int, JournalEntry] = {}
         """What the journal says of this bucket's shards, by number; empty until `Store.read_journal`."""
+        self.void_rows: frozenset[int] = frozenset()
+        """The bucket's rows that the journal calls void: nobody trains on them."""
         self._folder = store / bucket_path(summary.ceiling)
         self._digest = summary.digest
         self._shards: dict[int, ShardFile] = {}
@@ -121,6 +123,7 @@ class Bucket:
     def learn(self, committed: dict[int, JournalEntry]) -> None:
         """Take over what the journal says."""
         self.committed = committed
+        self.void_rows = frozenset(n * self.rows + row for n, entry in committed.items() for row in entry.void)
         self._shards = {}
 
     def shard(self, number: int) -> ShardFile:
@@ -200,6 +203,11 @@ class Store:
             found[entry.bucket][entry.shard] = entry
         for ceiling, bucket in self.buckets.items():
             bucket.learn(found[ceiling])
+
+    @property
+    def void_samples(self) -> int:
+        """Samples that the journal calls void."""
+        return sum(len(bucket.void_rows) for bucket in self.buckets.values())
 
     def check_complete(self) -> None:
         """Raise StoreError unless the journal names every shard."""

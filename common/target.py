@@ -16,28 +16,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from draftcache.common.ends import measure_ends
 from draftcache.common.errors import StoreError, TargetError, UsageError, first_line
 from draftcache.common.files import atomic_path
-from draftcache.common.manifest import Manifest, TargetIdentity, check_file
+from draftcache.common.identity import (
+    TEMPLATE_FILE,
+    WEIGHT_PATTERNS,
+    copied_files,
+    intermediate_size,
+    norm_epsilon,
+    quantization,
+    rope_theta,
+    says_tied,
+    special_ids,
+    tokenizer_digest,
+    weight_files,
+    weights_digest,
+)
+from draftcache.common.manifest import Manifest, TargetEnds, TargetIdentity, check_file
 
 PARTS_PATH = "target/embedding_and_head.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
-_SAMPLED_PAGES = 64
-_SAMPLED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Target:
     layers: nn.ModuleList
     embedding: Tensor  # [V, H]
     head: Tensor  # [V, H]; the embedding itself when tied
+    ends: TargetEnds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ def read_config(folder: Path, *, weights: bool = True) -> Any:
     if weights and not weight_files(folder):
         raise TargetError(
             f"{folder} has no weights",
-            needed=f"files of the kinds {', '.join(_WEIGHT_PATTERNS)}",
+            needed=f"files of the kinds {', '.join(WEIGHT_PATTERNS)}",
             do="download the whole model folder",
         )
     try:
@@ -136,46 +138,35 @@ def check_device(name: str) -> None:
         ) from None
 
 
-def load_target(folder: Path, device: torch.device, dtype: str | None = None) -> Target:
-    """Load the frozen target in its own dtype unless another is named.
+def load_target(folder: Path, device: torch.device, dtype: str | None = None, device_map: str | None = None) -> Target:
+    """Load the frozen target in its own dtype unless another is named; `device_map` spreads it over several GPUs.
 
     Raises TargetError if weights are missing (a head is never left random) or if its structure is not understood.
     """
     config = read_config(folder)
-    transformers_logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype) if dtype else "auto", local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    model, missing = _load_model(folder, config, dtype, device_map)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None or getattr(head, "bias", None) is not None:
         raise TargetError(
-            f"{folder} does not load: {first_line(error)}", needed="a causal language model", do="check the folder"
-        ) from None
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
+            f"{type(model).__name__} has no plain input and output embedding (one is missing, or the head has a bias)",
+            needed="get_input_embeddings() and get_output_embeddings(), each one matrix",
+            do="use a causal language model whose logits are head(last)",
+        )
+    if says_tied(config) and {name.rpartition(".")[0] for name in missing} == {_name_of(model, head)}:
+        head.weight, missing = embedding.weight, []  # only one of two nested configurations says tied
     if missing:
         raise TargetError(
             f"{folder} lacks the weights {missing[:4]}{' and more' if len(missing) > 4 else ''}",
             needed="every weight of the model",
             do="download the whole model folder; if the head is tied, set tie_word_embeddings in config.json",
         )
-    model = model.to(device).eval().requires_grad_(False)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None:
-        raise TargetError(
-            f"{type(model).__name__} exposes no input or output embedding",
-            needed="get_input_embeddings() and get_output_embeddings()",
-            do="use a causal language model",
-        )
-    says_tied = bool(getattr(config, "tie_word_embeddings", False))
-    if says_tied != (embedding.weight.data_ptr() == head.weight.data_ptr()):
-        raise TargetError(
-            f"{folder}: tie_word_embeddings is {says_tied}, but the weights {'have' if says_tied else 'lack'} a head",
-            needed="a configuration that says what the weights are",
-            do="correct tie_word_embeddings in config.json",
-        )
+    if device_map is None:
+        model = model.to(device)
+    model = model.eval().requires_grad_(False)
+    _check_ends_are_there(folder, config, embedding.weight, head.weight)
     decoder, layers = _find_decoder(model, config.get_text_config().num_hidden_layers, embedding)
-    return Target(model=model, decoder=decoder, layers=layers, embedding=embedding.weight, head=head.weight)
+    ends = measure_ends(model, decoder, layers[0], embedding.weight, head.weight)
+    return Target(model=model, decoder=decoder, layers=layers, embedding=embedding.weight, head=head.weight, ends=ends)
 
 
 def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetIdentity:
@@ -194,17 +185,18 @@ def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetId
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        intermediate_size=text.intermediate_size,
-        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(text, folder),
+        intermediate_size=intermediate_size(text),
+        rms_norm_eps=norm_epsilon(text),
+        rope_theta=rope_theta(text, folder),
         max_position_embeddings=text.max_position_embeddings,
         attention_bias=bool(getattr(text, "attention_bias", False)),
-        tied_head=bool(getattr(config, "tie_word_embeddings", False)),
-        tokenizer_size=len(tokenizer),
-        special_token_ids=tuple(sorted(_special_ids(config, tokenizer))),
+        tied_head=says_tied(config),
+        tokenizer_size=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
+        special_token_ids=tuple(sorted(special_ids(folder, config, tokenizer))),
         config_digest=hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
-        weights_digest=_weights_digest(folder),
-        tokenizer_digest=_tokenizer_digest(folder),
+        weights_digest=weights_digest(folder),
+        tokenizer_digest=tokenizer_digest(folder),
+        quantization=quantization(config),
         template_digest=hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
     )
 
@@ -224,13 +216,11 @@ def tap_layers(target: Target, layer_ids: Sequence[int], sink: Callable[[int, Te
     return [target.layers[layer].register_forward_hook(hook_for(i)) for i, layer in enumerate(layer_ids)]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The target's weight files, sorted by name."""
-    return sorted(path for pattern in _WEIGHT_PATTERNS for path in folder.glob(pattern))
+def save_parts(target: Target, source: Path, store: Path, chat_template: Path | None = None) -> None:
+    """Put embedding, head (unless tied), config and tokenizer files of the target into a store.
 
-
-def save_parts(target: Target, source: Path, store: Path) -> None:
-    """Put embedding, head (unless tied), config and tokenizer files of the target into a store."""
+    `chat_template` takes the place of the target's own.
+    """
     folder = (store / PARTS_PATH).parent
     folder.mkdir(parents=True, exist_ok=True)
     parts = {"embed_tokens.weight": target.embedding}
@@ -240,11 +230,8 @@ def save_parts(target: Target, source: Path, store: Path) -> None:
         save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, partial)
     for path in copied_files(source):
         shutil.copyfile(path, folder / path.name)
-
-
-def copied_files(source: Path) -> list[Path]:
-    """The target's files that a store keeps as they are."""
-    return [source / name for name in ("config.json", *TOKENIZER_FILES) if (source / name).is_file()]
+    if chat_template is not None:
+        shutil.copyfile(chat_template, folder / TEMPLATE_FILE)
 
 
 def load_parts(store: Path, manifest: Manifest, device: torch.device) -> TargetParts:
@@ -280,48 +267,45 @@ def _find_decoder(model: nn.Module, num_layers: int, embedding: nn.Module) -> tu
     )
 
 
-def _rope_theta(text: Any, folder: Path) -> float:
-    parameters = getattr(text, "rope_parameters", None) or {}
-    if "rope_theta" not in parameters:  # one set of parameters per layer type
-        parameters = parameters.get("full_attention") or {}
-    theta = parameters.get("rope_theta", getattr(text, "rope_theta", None))
-    if theta is None:
-        raise TargetError(
-            f"{folder}/config.json names no rope_theta",
-            needed="rope_parameters.rope_theta or rope_theta",
-            do="add it; a guess would only show in serving",
+def _load_model(folder: Path, config: Any, dtype: str | None, device_map: str | None) -> tuple[Any, list[str]]:
+    """The model as transformers loads it, and the names of the weights that its files lack."""
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    auto = AutoModelForCausalLM if known else AutoModelForImageTextToText  # its text decoder is all that runs
+    transformers_logging.disable_progress_bar()
+    try:
+        loaded: Any = auto.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype) if dtype else "auto",
+            device_map=device_map,
+            local_files_only=True,
+            output_loading_info=True,
         )
-    return float(theta)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise TargetError(
+            f"{folder} does not load: {first_line(error)}", needed="a causal language model", do="check the folder"
+        ) from None
+    model, info = loaded
+    return model, sorted(info["missing_keys"])
 
 
-def _special_ids(config: Any, tokenizer: Any) -> set[int]:
-    ids: set[int] = set(tokenizer.all_special_ids)
-    for holder in (config, config.get_text_config()):
-        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
-            value = getattr(holder, name, None)
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return ids
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
+    return names[0]
 
 
-def _weights_digest(folder: Path) -> str:
-    """Names, sizes, safetensors headers and evenly spaced pages of the weight files: a second's work for 54 GB."""
-    digest = hashlib.sha256()
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            if path.suffix == ".safetensors":
-                header = int.from_bytes(file.read(8), "little")
-                digest.update(file.read(min(header, size)))
-            for i in range(_SAMPLED_PAGES):
-                file.seek((size - _SAMPLED_BYTES) * i // (_SAMPLED_PAGES - 1) if size > _SAMPLED_BYTES else 0)
-                digest.update(file.read(_SAMPLED_BYTES))
-    return digest.hexdigest()
-
-
-def _tokenizer_digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            digest.update(f"{name} ".encode() + (folder / name).read_bytes())
-    return digest.hexdigest()
+def _check_ends_are_there(folder: Path, config: Any, embedding: Tensor, head: Tensor) -> None:
+    tied, given = says_tied(config), embedding.data_ptr() == head.data_ptr()
+    if embedding.is_meta or head.is_meta:
+        raise TargetError(f"{folder} does not fit on the GPUs", needed="room for all its weights", do="use more GPUs")
+    if not (embedding.is_floating_point() and head.is_floating_point() and embedding.dim() == head.dim() == 2):
+        raise TargetError(
+            f"{folder}: the embedding is {embedding.dtype}, the head {head.dtype}",
+            needed="both in a floating-point type, as training borrows them",
+            do="use a quantised target that leaves embedding and head alone",
+        )
+    if tied != given:
+        raise TargetError(
+            f"{folder}: tie_word_embeddings is {tied}, but the weights {'have' if tied else 'lack'} a head",
+            needed="a configuration that says what the weights are",
+            do="correct tie_word_embeddings in config.json",
+        )

@@ -21,10 +21,15 @@ THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was checked, what is damaged (one line each), and files that nobody reads."""
+    """What was checked, what is damaged (one line each), and files that nobody reads.
+
+    `samples` are those to train on; `void` ones, whose states are not finite or all zero, are checked but not counted.
+    """
 
     files: int
     shards: int
+    samples: int
+    void: int
     bytes_read: int
     damage: tuple[str, ...]
     strays: tuple[str, ...]
@@ -46,6 +51,8 @@ def verify_store(path: Path) -> VerifyReport:
     return VerifyReport(
         files=len(store.manifest.files),
         shards=shards,
+        samples=sum(summary.samples for summary in store.manifest.buckets) - store.void_samples,
+        void=store.void_samples,
         bytes_read=bytes_read,
         damage=tuple(dict.fromkeys(damage)),
         strays=tuple(_strays(store)),

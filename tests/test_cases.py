@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from draftcache.tests import adapter
+
 ROOT = Path(__file__).parents[1]
 CASES = ROOT.parent / "shared" / "cases"
 ENVIRONMENT = os.environ | {
@@ -164,3 +166,20 @@ def test_case_of_a_disk_that_becomes_full(tmp_path: Path) -> None:
         assert run(small, "mount", "-o", "remount,size=4m", small).returncode == 0
         assert extract(ESTIMATED, store, *ESTIMATED_FLAGS, "--resume").returncode == 0
         assert run(small, "draftcache", "verify", "--store", store).returncode == 0
+
+
+def test_case_of_an_export_that_servers_load(tmp_path: Path) -> None:
+    case = CASES / "11-export-loads-in-vllm-and-sglang"
+    store, trained, folders = tmp_path / "store", tmp_path / "run", [tmp_path / "x", tmp_path / "y"]
+    steps = [
+        adapter.extract(case / "target", case / "data.jsonl", str(store), layers=[1, 3, 5]),
+        adapter.train(str(store), case / "target", str(trained), steps=2, extra=["--layer-types", "sliding-last-full"]),
+        *(adapter.cli("export", "--checkpoint", trained, "--out", folder, "--store", store) for folder in folders),
+    ]
+    for code, out, err in steps:
+        assert code == 0, out + err
+    result = run(case, sys.executable, "check_export.py", folders[0], "target")
+    assert result.returncode == 0, result.stdout
+    assert "FAIL" not in result.stdout
+    for path in folders[0].iterdir():
+        assert path.read_bytes() == (folders[1] / path.name).read_bytes()

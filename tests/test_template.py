@@ -6,8 +6,18 @@ import pytest
 
 from draftcache.common.data import Line
 from draftcache.common.errors import DataError
-from draftcache.extract.template import tokenize
-from draftcache.tests.stores import CHATML, IM_END, IM_START, VOCABULARY, byte_tokenizer, line, messages, token_line
+from draftcache.extract.template import Template, Tokens, tokenize
+from draftcache.tests.stores import (
+    CHATML,
+    IM_END,
+    IM_START,
+    TOKENIZER_SIZE,
+    VOCABULARY,
+    byte_tokenizer,
+    line,
+    messages,
+    token_line,
+)
 
 STRIPPED = CHATML.replace("message['content']", "message['content'].strip()")
 FORGETFUL = (
@@ -17,9 +27,16 @@ FORGETFUL = (
 )
 
 
+def tokens_of(one: Line, tokenizer: Any, vocab_size: int = VOCABULARY) -> Tokens:
+    """The line's only sample."""
+    template = Template(tokenizer=tokenizer, vocab_size=vocab_size, tokenizer_size=TOKENIZER_SIZE)
+    (found,) = tokenize(one, template).samples
+    return found
+
+
 def spell(tokenizer: Any, one: Line) -> str:
     """The line's text with every unsupervised byte or token as a dot, and special tokens as < ( and > )."""
-    tokens = tokenize(one, tokenizer, VOCABULARY)
+    tokens = tokens_of(one, tokenizer)
     assert len(tokens.input_ids) == len(tokens.loss_mask)
     letters = {IM_START: "(", IM_END: ")", 10: "/"}
     return "".join(
@@ -34,7 +51,7 @@ def header(role: str) -> str:
 
 
 def test_ids_are_the_rendered_bytes(tokenizer: Any) -> None:
-    tokens = tokenize(line(*messages("hi", "yo")), tokenizer, VOCABULARY)
+    tokens = tokens_of(line(*messages("hi", "yo")), tokenizer)
     user, assistant = list(b"user\nhi"), list(b"assistant\nyo")
     assert tokens.input_ids == [IM_START, *user, IM_END, 10, IM_START, *assistant, IM_END, 10]
     assert tokens.loss_mask == [0] * (3 + len(user) + 1 + len("assistant\n")) + [1, 1, 1, 0]
@@ -132,25 +149,19 @@ def test_a_default_system_turn_of_the_template_is_not_supervised() -> None:
 def refusal(tokenizer: Any, one: Line) -> DataError:
     """The error that a line is refused with; it names the line."""
     with pytest.raises(DataError) as caught:
-        tokenize(one, tokenizer, VOCABULARY)
+        tokens_of(one, tokenizer)
     assert caught.value.found.startswith(f"{one.where}: ")
     return caught.value
 
 
-def test_a_template_that_drops_earlier_answers_is_refused() -> None:
-    error = refusal(byte_tokenizer(FORGETFUL), line(*messages("a", "b", "c", "d"), number=6))
-    assert "data.jsonl:7" in error.found
-    assert "rewrites earlier text when turn 1" in error.found
-
-
 def test_the_same_template_is_followed_where_it_rewrites_nothing() -> None:
-    tokens = tokenize(line(*messages("a", "b")), byte_tokenizer(FORGETFUL), VOCABULARY)
+    tokens = tokens_of(line(*messages("a", "b")), byte_tokenizer(FORGETFUL))
     assert bytes(i for i, m in zip(tokens.input_ids, tokens.loss_mask, strict=True) if m) == b"b</>"
 
 
 def test_a_generation_prompt_that_the_answer_does_not_continue_is_refused() -> None:
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-    assert "rewrites earlier text" in refusal(byte_tokenizer(template), line(*messages("a", "b"))).found
+    assert "rewrites what was sent" in refusal(byte_tokenizer(template), line(*messages("a", "b"))).found
 
 
 def test_a_template_that_raises_is_refused() -> None:
@@ -178,10 +189,10 @@ def test_ids_outside_the_embedding_are_refused(tokenizer: Any) -> None:
 
 def test_rendered_ids_outside_the_embedding_are_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError) as caught:
-        tokenize(line(*messages("a", "b")), tokenizer, IM_END)
+        tokens_of(line(*messages("a", "b")), tokenizer, IM_END)
     assert f"token id {IM_END}" in caught.value.found
 
 
 def test_given_ids_and_masks_are_taken_as_they_are(tokenizer: Any) -> None:
-    tokens = tokenize(token_line([5, VOCABULARY - 1, 0], [1, 0, 1]), tokenizer, VOCABULARY)
+    tokens = tokens_of(token_line([5, VOCABULARY - 1, 0], [1, 0, 1]), tokenizer)
     assert (tokens.input_ids, tokens.loss_mask) == ([5, VOCABULARY - 1, 0], [1, 0, 1])

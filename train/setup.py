@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draftcache.common.errors import UsageError
-from draftcache.common.manifest import TargetIdentity
+from draftcache.common.manifest import PLAIN_ENDS, TargetEnds, TargetIdentity
 from draftcache.common.shard import crc32c
 from draftcache.common.store import BucketSamples, Store
 from draftcache.common.target import check_device
@@ -30,6 +30,7 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
     """The run that `config` describes on this store. Raises UsageError for what cannot work."""
     check_device(config.device)
     manifest = store.manifest
+    _check_ends(manifest.ends)
     loss = dataclasses.replace(config.loss, teacher=_teacher(config.loss.teacher, manifest.settings.teacher))
     drafter = _drafter_config(config.geometry, manifest.target, manifest.settings.layer_ids)
     _check_mask_token(drafter.mask_token_id, manifest.target, store)
@@ -88,14 +89,23 @@ def settled(config: TrainConfig, run: Run) -> TrainConfig:
     )
 
 
+def _check_ends(ends: TargetEnds) -> None:
+    if ends != PLAIN_ENDS:
+        raise UsageError(
+            f"the target scales its embedding by {ends.embedding_scale:g} and its logits by {ends.logit_scale:g}, and "
+            f"caps them at {ends.logit_softcap}",
+            needed="a target whose embedding and head are used as they are: servers differ in what a drafter gets",
+            do="train on another target; the store itself is right",
+        )
+
+
 def bucket_index(store: Store) -> dict[int, BucketIndex]:
     """What ordering needs to know of a store: every sample but those that the journal calls void."""
     found = {}
     for ceiling, bucket in store.buckets.items():
         samples = bucket.samples
         count = len(samples.samples)
-        void = [row for entry in bucket.committed.values() for row in entry.void]
-        rows = np.setdiff1d(np.arange(count, dtype=np.int64), np.array(void, dtype=np.int64))
+        rows = np.setdiff1d(np.arange(count, dtype=np.int64), np.array(sorted(bucket.void_rows), dtype=np.int64))
         if len(rows):
             found[ceiling] = BucketIndex(rows, samples.samples[rows], samples.lengths[rows], count)
     return found
