@@ -280,6 +280,17 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
         sys.exit(DAMAGE)
 
 
+@cli.command()
+@click.argument("runs", type=FOLDER, nargs=-1, required=True)
+@click.option("--out", type=FOLDER, required=True, help="Picture to write: .png or .svg.")
+def plot(runs: tuple[Path, ...], out: Path) -> None:
+    """Draw the training curves of RUNS over one another. Needs the extra `plot`."""
+    from draftcache.train.plot import plot_runs
+
+    plot_runs(runs, out)
+    click.echo(out)
+
+
 def main() -> NoReturn:
     """Run the command line; a DraftcacheError becomes one line on stderr and exit code 2."""
     try:
