@@ -85,7 +85,7 @@ def raw_write_rate(folder: Path, file_bytes: list[int]) -> float:
         fd = _open_direct(folder / str(number))
         done = 0
         while done < size:
-            done += os.pwrite(fd, memory[done:size], done)
+            done += os.pwrite(fd, memory[done:size].data, done)
         os.fsync(fd)
         os.close(fd)
     rate = sum(file_bytes) / (time.perf_counter() - begin) / 1e9
