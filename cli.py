@@ -4,13 +4,13 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from draftcache.common.errors import DraftcacheError
+from draftcache.common.errors import DraftcacheError, UsageError, first_line
 from draftcache.common.version import VERSION
 
 USER_ERROR = 2
@@ -32,6 +32,25 @@ class _IntList(click.ParamType[tuple[int, ...]]):
 
 INTS = _IntList()
 DTYPES = click.Choice(["bfloat16", "float32"])
+
+
+CONFIG_HELP = "TOML file of these flags without their dashes in front; flags given here overrule it."
+RESUME_HELP = "Go on with RUN, or with --out, where it stopped; no other flag is needed."
+
+
+def _flags_of_file(context: click.Context, option: click.Parameter, path: Path | None) -> None:
+    """Take a TOML file's values as the command's defaults."""
+    if path is None:
+        return
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {first_line(error)}", needed="a TOML file", do="check --config") from None
+    options = {p.opts[0].lstrip("-"): p.name for p in context.command.params if p is not option}
+    wrong = [name for name, value in values.items() if name not in options or isinstance(value, dict | list)]
+    if wrong:
+        raise UsageError(f"{path} has {wrong}", needed="single values named like flags", do="see --help")
+    context.default_map = {options[name]: str(value) for name, value in values.items()}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -68,32 +87,22 @@ def extract(**flags: Any) -> None:
     from draftcache.extract.plan import ExtractConfig
     from draftcache.extract.run import dry_run
     from draftcache.extract.run import extract as run
+    from draftcache.extract.show import show_estimate, show_store
 
     config = ExtractConfig(**_given(flags))
     if config.dry_run:
-        _show_estimate(*dry_run(config))
+        show_estimate(*dry_run(config))
         return
     store = run(config)
-    report = store.manifest.report
-    if int(os.environ.get("RANK", "0")):
-        return
-    supervised = report.supervised_tokens + report.supervised_tokens_cut
-    lost = report.supervised_tokens_cut / supervised
-    click.echo(
-        f"{store.path}: {report.kept} of {report.read} samples kept, {report.truncated} truncated, which cost "
-        f"{lost:.1%} of the supervised tokens"
-    )
-    for reason, count in report.dropped.items():
-        click.echo(f"  {count} dropped: {reason.replace('_', ' ')}")
-    for note, count in report.notes.items():
-        click.echo(f"  {count} {note.replace('_', ' ')}")
-    if store.void_samples:
-        click.echo(f"  {store.void_samples} void: states not finite or all zero; nobody trains on them")
+    if not int(os.environ.get("RANK", "0")):
+        show_store(store)
 
 
 @cli.command()
-@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`.")
-@click.option("--out", type=FOLDER, required=True, help="Folder of the run to make.")
+@click.option("--config", type=FOLDER, is_eager=True, callback=_flags_of_file, expose_value=False, help=CONFIG_HELP)
+@click.option("--store", type=FOLDER, help="Store made by `extract`.")
+@click.option("--out", type=FOLDER, help="Folder of the run to make.")
+@click.option("--resume", is_flag=False, flag_value="", metavar="[RUN]", help=RESUME_HELP)
 @click.option("--num-layers", type=int, help="Drafter layers.  [default: 5]")
 @click.option("--heads", "num_heads", type=int, help="Query heads.  [default: the target's]")
 @click.option("--kv-heads", "num_kv_heads", type=int, help="Key and value heads.  [default: the target's]")
@@ -118,23 +127,39 @@ def extract(**flags: Any) -> None:
 @click.option("--clip", type=float, help="Limit of the gradient's norm.  [default: 1.0]")
 @click.option("--weight-decay", type=float, help="[default: 0]")
 @click.option("--seed", type=int, help="Of initial weights, order and anchors.  [default: 0]")
-@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: only at the end]")
+@click.option("--init-from", type=FOLDER, help="Released drafter to begin with, as z-lab or `export` writes it.")
+@click.option("--validation-share", type=float, help="Share of the samples that is held out.  [default: 0.01]")
+@click.option("--validate-every", type=int, help="Steps between validations.  [default: 500, and at the end]")
+@click.option("--patience", type=int, help="Stop after so many validations without a better accepted length.")
+@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: the best ones and the last]")
+@click.option("--keep", type=int, help="Newest checkpoints that stay, beside the best one.  [default: 3]")
 @click.option("--log-every", type=int, help="Steps between two looks at the device.  [default: 10]")
+@click.option("--tensorboard", is_flag=True, default=None, help="Log there too; needs the extra `tensorboard`.")
+@click.option(
+    "--matmul", type=click.Choice(["bf16", "fp8"]), help="Products with the head and in the MLPs.  [default: bf16]"
+)
+@click.option("--reduce-dtype", type=DTYPES, help="Of gradients between processes.  [default: float32]")
+@click.option("--deterministic", is_flag=True, default=None, help="Bit-equal runs on CUDA, a little slower.")
 @click.option("--graph/--no-graph", default=None, help="Capture the step as CUDA graphs.  [default: on CUDA]")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")
-def train(**flags: Any) -> None:
-    """Train a drafter on STORE and write it to OUT."""
-    from draftcache.train.loss import LossConfig
-    from draftcache.train.optim import OptimConfig
-    from draftcache.train.run import train as run
-    from draftcache.train.setup import GeometryOptions, TrainConfig
+@click.option("--dry-run", is_flag=True, help="Only say what it would take: memory by part, bytes, time.")
+def train(resume: str | None, dry_run: bool, **flags: Any) -> None:
+    """Train a drafter on STORE and write it to OUT. Many processes: start it with torchrun."""
+    from draftcache.train.estimate import estimate
+    from draftcache.train.run import resume as go_on
+    from draftcache.train.run import train as begin
+    from draftcache.train.settings import build_config
+    from draftcache.train.show import show_estimate, show_training
 
     given = _given(flags)
-    parts = {"geometry": GeometryOptions, "loss": LossConfig, "optim": OptimConfig}
-    nested = {name: cls(**_take(given, cls)) for name, cls in parts.items()}
-    result = run(TrainConfig(**given, **nested))
-    m = result.metrics
-    click.echo(f"{result.checkpoint}: loss {m['loss']:.4f}, accepted length {m['accepted_length']:.3f}")
+    if dry_run:
+        show_estimate(*estimate(build_config(given), int(os.environ.get("WORLD_SIZE", "1"))))
+        return
+    result = begin(build_config(given)) if resume is None else go_on(_run_folder(resume, given), given)
+    if result.first:
+        show_training(result)
+    if result.end.signal is not None:
+        sys.exit(128 + result.end.signal)
 
 
 @cli.command()
@@ -144,29 +169,18 @@ def train(**flags: Any) -> None:
 @click.option("--show", type=click.IntRange(min=1), help="Only print so many samples, supervised text in colour.")
 def stats(store: Path, samples: int | None, as_json: bool, show: int | None) -> None:
     """Show what STORE holds, from the stored bytes themselves."""
-    from draftcache.common.stats import LOW_AGREEMENT, BucketStats, PlaneStats, store_stats
+    from draftcache.common.show import show_samples, show_stats
+    from draftcache.common.stats import store_stats
     from draftcache.common.store import open_store
 
     if show is not None:
-        _show_samples(store, show)
+        show_samples(open_store(store), show)
         return
     figures = store_stats(open_store(store), samples)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(figures)))
         return
-    report = figures.report
-    click.echo(f"{report.kept} of {report.read} samples kept, {report.truncated} truncated, dropped: {report.dropped}")
-    if figures.void:
-        click.echo(f"{figures.void} samples are void (states not finite or all zero) and left out of all that follows")
-    click.echo(f"{figures.bytes_per_token} bytes per token")
-    if figures.label_agreement is not None:
-        click.echo(f"{figures.label_agreement:.1%} of the supervised tokens looked at are the target's own choice")
-        if figures.label_agreement < LOW_AGREEMENT:
-            click.echo("warning: this data was hardly written by the target; let the target answer the prompts itself")
-    click.echo()
-    _table(BucketStats, figures.buckets)
-    click.echo()
-    _table(PlaneStats, figures.planes)
+    show_stats(figures)
 
 
 @cli.command()
@@ -194,34 +208,71 @@ def verify(store: Path) -> None:
 
 @cli.command()
 @click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option("--out", type=FOLDER, required=True, help="Folder to make.")
+@click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
+@click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")
+@click.option("--measured", type=FOLDER, help="File of `evaluate --json`: puts accepted lengths into the card.")
+def export(**flags: Any) -> None:
+    """Write a run's drafter as the folder that vLLM and SGLang load."""
+    from draftcache.train.export import ExportConfig
+    from draftcache.train.export import export as run
+
+    result = run(ExportConfig(**_given(flags)))
+    click.echo(f"{result.folder}: {result.tensors} tensors, read back bit for bit")
+    if result.parity:
+        p = result.parity
+        click.echo(
+            f"{p.slots} slots of {p.samples} stored samples: logits {p.relative_error:.2%} off the trainer's, "
+            f"{p.same_token:.1%} propose the same token"
+        )
+
+
+@cli.command()
+@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--temperature", type=float, help="0 is greedy; else the target samples.  [default: 0]")
+@click.option("--seed", type=int, help="Of sampling.  [default: 0]")
 @click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
-@click.option("--device", help="Torch device.  [default: cpu]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def evaluate(as_json: bool, **flags: Any) -> None:
-    """Decode the prompts of DATA speculatively and plainly, and compare.
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+@click.option("--json", "json_file", type=FOLDER, help="Also write everything to this file.")
+def evaluate(json_file: Path | None, **flags: Any) -> None:
+    """Decode the prompts of DATA with drafters and without, and compare.
 
-    Exits 1 if speculative text differs from plain text other than by a tie.
+    Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
-    from draftcache.train.evaluate import EvaluateConfig, SetReport
+    from draftcache.common.show import show_table
+    from draftcache.train.evaluate import EvaluateConfig, write_reports
     from draftcache.train.evaluate import evaluate as run
+    from draftcache.train.show import show_details
+    from draftcache.train.tally import SetReport
+    from draftcache.train.verify_block import Sampling
 
-    reports = run(EvaluateConfig(**_given(flags)))
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(report) for report in reports]))
-    else:
-        _table(SetReport, reports, leave_out=("slot_rates", "differences"))
-        for report in reports:
-            rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
-            click.echo(f"\n{report.name}: share of blocks accepting at least k drafted tokens: {rates}")
-            for d in report.differences:
-                kind = "a tie" if d.tie else "NOT a tie"
-                click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
+    given = _given(flags)
+    sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
+    config = EvaluateConfig(sampling=sampling, **given)
+    reports = run(config)
+    if json_file is not None:
+        write_reports(json_file, reports, config)
+    show_table(SetReport, reports, leave_out=("slot_rates", "spans", "differences"))
+    for report in reports:
+        show_details(report)
     if any(report.unexplained for report in reports):
-        sys.exit(1)
+        sys.exit(DAMAGE)
+
+
+@cli.command()
+@click.argument("runs", type=FOLDER, nargs=-1, required=True)
+@click.option("--out", type=FOLDER, required=True, help="Picture to write: .png or .svg.")
+def plot(runs: tuple[Path, ...], out: Path) -> None:
+    """Draw the training curves of RUNS over one another. Needs the extra `plot`."""
+    from draftcache.train.plot import plot_runs
+
+    plot_runs(runs, out)
+    click.echo(out)
 
 
 def main() -> NoReturn:
@@ -240,42 +291,16 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _show_estimate(figures: Any, free: int) -> None:
-    """What `extract --dry-run` prints."""
-    from draftcache.extract.estimate import BucketEstimate
-
-    _table(BucketEstimate, figures.buckets)
-    click.echo(f"\n{figures.bytes_per_token} bytes per token, {figures.logical_bytes} logical bytes")
-    click.echo(f"{figures.disk_bytes} bytes on disk, {free} bytes free")
-
-
-def _show_samples(path: Path, count: int) -> None:
-    """What `stats --show` prints: supervised text in green, or between marks where there are no colours."""
-    from draftcache.common.samples import read_samples
-    from draftcache.common.store import open_store
-
-    colours = sys.stdout.isatty()
-    for sample in read_samples(open_store(path), count):
-        click.echo(click.style(f"sample {sample.number}, bucket {sample.ceiling}, {sample.tokens} tokens", bold=True))
-        for text, supervised in sample.parts:
-            marked = click.style(text, fg="green", bold=True) if colours else f"[[{text}]]"
-            click.echo(marked if supervised else text, nl=False)
-        click.echo("\n")
-
-
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
     """Only the flags that were given: defaults stand in the configurations, once."""
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _take(given: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """Move the fields of `cls` out of `given`."""
-    return {f.name: given.pop(f.name) for f in dataclasses.fields(cls) if f.name in given}
-
-
-def _table(cls: type[Any], rows: Sequence[Any], leave_out: Sequence[str] = ()) -> None:
-    from tabulate import tabulate
-
-    names = [f.name for f in dataclasses.fields(cls) if f.name not in leave_out]
-    head = [name.replace("_", " ") for name in names]
-    click.echo(tabulate([[getattr(row, name) for name in names] for row in rows], headers=head, floatfmt=".4g"))
+def _run_folder(resume: str, given: dict[str, Any]) -> Path:
+    """The run to go on with: `--resume RUN`, or `--resume --out RUN`."""
+    out = given.pop("out", None)
+    if not resume and out is None:
+        raise UsageError("--resume alone", needed="a run", do="pass --resume RUN, or --resume and --out RUN")
+    if resume and out is not None and Path(resume).resolve() != out.resolve():
+        raise UsageError(f"--resume {resume} with --out {out}", needed="one run", do="leave --out away")
+    return Path(resume) if resume else out

@@ -1,1 +1,1 @@
-"""One file per claim about speed in the README."""
+"""One file per measured claim in the README."""

@@ -10,9 +10,9 @@ from logits in bfloat16, as a bfloat16 target gives them, in which the first two
 
     python -m draftcache.benchmarks.bench_codecs TARGET [--data examples/conversations.jsonl] [--tokens 4096]
 
-TARGET is the folder that `examples/smollm2_target.py` makes, or any other. It runs on the CPU in float32; what the
-codecs make of those states is read back through the very functions that extraction and training use. Errors and
-cosines are taken per token and then averaged; everything behind the head counts supervised tokens only.
+TARGET is the folder that `examples/smollm2_target.py` makes. It runs on the CPU in float32; what the codecs make of
+those states is read back through the very functions that extraction and training use. Errors and cosines are taken per
+token and then averaged; everything behind the head counts supervised tokens only.
 """
 
 import argparse

@@ -11,6 +11,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from draftcache.common.errors import UsageError
@@ -19,8 +20,8 @@ T = TypeVar("T")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A dataclass instance as a dictionary of JSON values (tuples become lists)."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    """A dataclass instance as a dictionary of JSON values (tuples become lists, paths become strings)."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config), default=_path_text))
     assert isinstance(plain, dict)
     return plain
 
@@ -61,6 +62,11 @@ def differences(found: Any, wanted: Any, prefix: str = "") -> list[str]:
     return [] if found == wanted else [f"{prefix}: found {_short(found)}, wanted {_short(wanted)}"]
 
 
+def _path_text(value: Any) -> str:
+    assert isinstance(value, Path), f"{value!r} has no place in a configuration"
+    return str(value)
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -80,6 +86,8 @@ def _rebuild(hint: Any, value: Any, where: str) -> Any:
         return tuple(_rebuild(args[0], item, where) for item in _checked(value, list, where))
     if origin is dict:
         return {key: _rebuild(args[1], item, where) for key, item in _checked(value, dict, where).items()}
+    if hint is Path:
+        return Path(_checked(value, str, where))
     if hint is float and type(value) is int:
         return float(value)
     return _checked(value, hint, where)

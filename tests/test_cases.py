@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from draftcache.tests import adapter
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT.parent / "shared" / "cases"
@@ -28,6 +32,24 @@ CHECKED = (
     "07-damaged-store",
 )
 KILLED = CASES / "08-kill-and-resume-extract"
+RESUMED = CASES / "09-exact-resume-train"
+RESUMED_FLAGS = (
+    *(
+        "--teacher",
+        "tokens",
+        "--head-dim",
+        16,
+        "--block-size",
+        4,
+        "--num-layers",
+        2,
+        "--log-every",
+        1,
+        "--device",
+        "cpu",
+    ),
+    *("--seed", 3, "--rows", 2, "--accumulate", 2, "--warmup", 0.125, "--clip", 1.0, "--save-every", 7, "--steps", 40),
+)
 ESTIMATED = CASES / "12-disk-estimate-before-writing"
 ESTIMATED_FLAGS = ("--buckets", "64,128,256", "--layers", "1,3,5")
 
@@ -50,6 +72,39 @@ def extract(case: Path, store: Path, *flags: object) -> subprocess.CompletedProc
 def test_case(case: str) -> None:
     result = run(CASES / case, sys.executable, "check.py")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_case_of_a_training_killed_stopped_and_resumed(tmp_path: Path) -> None:
+    made = extract(RESUMED, tmp_path / "store", "--layers", "1,3,5", "--device", "cpu")
+    assert made.returncode == 0, made.stderr
+    outs = {name: tmp_path / name for name in "abc"}
+    for name in "ac":
+        whole = run(RESUMED, *training(tmp_path, outs[name]))
+        assert whole.returncode == 0, whole.stderr
+    for after, number, code in ((23, signal.SIGKILL, -9), (33, signal.SIGTERM, 128 + 15)):
+        command = [str(word) for word in (*training(tmp_path, outs["b"]), "--resume")]
+        with subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as stopped:
+            while stopped.poll() is None and steps_of(outs["b"]) < after:
+                time.sleep(0.01)
+            stopped.send_signal(number)
+        assert stopped.returncode == code
+    resumed = run(RESUMED, "draftcache", "train", "--resume", outs["b"])
+    assert resumed.returncode == 0, resumed.stderr
+    result = run(RESUMED, sys.executable, "check.py", *outs.values())
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def training(folder: Path, out: Path) -> tuple[object, ...]:
+    """`draftcache train` as the case wants it."""
+    return ("draftcache", "train", "--store", folder / "store", "--out", out, *RESUMED_FLAGS)
+
+
+def steps_of(run: Path) -> int:
+    """Steps that a run has written down."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_case_of_an_extraction_killed_again_and_again(tmp_path: Path) -> None:
@@ -111,3 +166,20 @@ def test_case_of_a_disk_that_becomes_full(tmp_path: Path) -> None:
         assert run(small, "mount", "-o", "remount,size=4m", small).returncode == 0
         assert extract(ESTIMATED, store, *ESTIMATED_FLAGS, "--resume").returncode == 0
         assert run(small, "draftcache", "verify", "--store", store).returncode == 0
+
+
+def test_case_of_an_export_that_servers_load(tmp_path: Path) -> None:
+    case = CASES / "11-export-loads-in-vllm-and-sglang"
+    store, trained, folders = tmp_path / "store", tmp_path / "run", [tmp_path / "x", tmp_path / "y"]
+    steps = [
+        adapter.extract(case / "target", case / "data.jsonl", str(store), layers=[1, 3, 5]),
+        adapter.train(str(store), case / "target", str(trained), steps=2, extra=["--layer-types", "sliding-last-full"]),
+        *(adapter.cli("export", "--checkpoint", trained, "--out", folder, "--store", store) for folder in folders),
+    ]
+    for code, out, err in steps:
+        assert code == 0, out + err
+    result = run(case, sys.executable, "check_export.py", folders[0], "target")
+    assert result.returncode == 0, result.stdout
+    assert "FAIL" not in result.stdout
+    for path in folders[0].iterdir():
+        assert path.read_bytes() == (folders[1] / path.name).read_bytes()

@@ -1,7 +1,7 @@
 """The order of micro-batches: complete, disjoint, reproducible, and never silently another one."""
 
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 import numpy as np
 import pytest
@@ -13,10 +13,14 @@ from draftcache.common.layout import DEFAULT_CEILINGS, DEFAULT_TOKEN_BUDGET
 from draftcache.train.order import (
     Batching,
     BucketIndex,
+    Cursor,
     MicroBatch,
+    Step,
     context_shapes,
     epoch_batches,
     hash32,
+    held_out_batches,
+    split,
     steps_per_epoch,
     training_steps,
 )
@@ -27,7 +31,8 @@ Buckets = dict[int, BucketIndex]
 
 def index(samples: list[int], lengths: list[int]) -> BucketIndex:
     """A bucket's index from plain lists."""
-    return BucketIndex(np.array(samples, dtype=np.int64), np.array(lengths, dtype=np.int64))
+    numbers = np.array(samples, dtype=np.int64)
+    return BucketIndex(np.arange(len(samples)), numbers, np.array(lengths, dtype=np.int64), len(samples))
 
 
 def fixed_buckets() -> Buckets:
@@ -65,14 +70,9 @@ def samples_of(batches: list[MicroBatch]) -> list[list[int]]:
     return [[row.sample for row in batch.rows] for batch in batches]
 
 
-def until_epoch(steps: Iterator[list[MicroBatch]], epoch: int) -> list[list[MicroBatch]]:
+def until_epoch(steps: Iterator[Step], epoch: int) -> list[Step]:
     """The steps before the first one of `epoch`."""
-    taken: list[list[MicroBatch]] = []
-    for step in steps:
-        if step[0].epoch == epoch:
-            return taken
-        taken.append(step)
-    raise AssertionError("the steps ended")
+    return list(takewhile(lambda step: step.batches[0].epoch < epoch, steps))
 
 
 @given(bucket_sets(), batchings, keys)
@@ -142,8 +142,8 @@ def test_another_epoch_or_seed_gives_another_order(kind: str) -> None:
 def test_the_list_does_not_depend_on_how_many_a_step_consumes(
     buckets: Buckets, batching: Batching, per_step: int, seed: int
 ) -> None:
-    steps = until_epoch(training_steps(buckets, batching, seed, per_step), 2)
-    consumed = [batch for step in steps for batch in step if batch.rows]
+    steps = until_epoch(training_steps(buckets, batching, seed, per_step, Cursor()), 2)
+    consumed = [batch for step in steps for batch in step.batches if batch.rows]
     assert consumed == [b for epoch in (0, 1) for b in epoch_batches(buckets, batching, seed, epoch)]
 
 
@@ -154,7 +154,8 @@ def test_an_epochs_last_step_is_filled_with_empty_micro_batches(
 ) -> None:
     shapes = context_shapes(buckets, batching)
     for epoch in range(2):
-        steps = [s for s in until_epoch(training_steps(buckets, batching, 0, per_step), 2) if s[0].epoch == epoch]
+        both = until_epoch(training_steps(buckets, batching, 0, per_step, Cursor()), 2)
+        steps = [s.batches for s in both if s.batches[0].epoch == epoch]
         assert all(len(step) == per_step for step in steps)
         flat = [batch for step in steps for batch in step]
         full = len(epoch_batches(buckets, batching, 0, epoch))
@@ -220,5 +221,59 @@ def test_impossible_batching_is_refused(kind: str, token_budget: int, rows: int 
 
 
 def test_epochs_go_on_without_end() -> None:
-    steps = training_steps(fixed_buckets(), Batching(kind="packed", token_budget=256), 0, 4)
-    assert [step[0].epoch for step in islice(steps, 9)] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    steps = training_steps(fixed_buckets(), Batching(kind="packed", token_budget=256), 0, 4, Cursor())
+    assert [step.batches[0].epoch for step in islice(steps, 9)] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+@given(bucket_sets(), batchings, st.integers(1, 7), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_a_cursor_goes_on_anywhere(buckets: Buckets, batching: Batching, per_step: int, behind: int) -> None:
+    steps = list(islice(training_steps(buckets, batching, 3, per_step, Cursor()), behind + 6))
+    begin = steps[behind - 1].after if behind else Cursor()
+    assert list(islice(training_steps(buckets, batching, 3, per_step, begin), 6)) == steps[behind:]
+
+
+def test_a_cursor_at_an_epochs_end_stands_at_the_next_ones_beginning() -> None:
+    steps = training_steps(fixed_buckets(), Batching(kind="bucket", token_budget=256), 0, 4, Cursor())
+    assert [step.after for step in islice(steps, 3)] == [Cursor(0, 4), Cursor(1, 0), Cursor(1, 4)]
+
+
+@given(bucket_sets(), batchings, st.integers(1, 9), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_processes_share_a_step_evenly_and_completely(
+    buckets: Buckets, batching: Batching, per_step: int, world_size: int
+) -> None:
+    for step in until_epoch(training_steps(buckets, batching, 0, per_step, Cursor()), 1):
+        shares = [step.share(rank, world_size) for rank in range(world_size)]
+        assert {len(share) for share in shares} == {-(-per_step // world_size)}
+        assert {batch.tokens for share in shares for batch in share} <= context_shapes(buckets, batching)
+        shared = [batch for share in shares for batch in share if batch.rows]
+        assert sorted(samples_of(shared)) == sorted(samples_of([b for b in step.batches if b.rows]))
+        assert step.real_tokens == sum(batch.real_tokens for batch in shared)
+
+
+@given(bucket_sets(), batchings, st.floats(0, 0.9), st.integers(0, 1 << 40))
+@settings(max_examples=60, deadline=None)
+def test_a_split_is_complete_and_brings_no_new_shapes(
+    buckets: Buckets, batching: Batching, share: float, first: int
+) -> None:
+    digests = {c: first + 7 * held.samples for c, held in buckets.items()}
+    trained, held_out = split(buckets, digests, share)
+    assert set(trained) == set(buckets)
+    assert all(len(held.samples) for held in (*trained.values(), *held_out.values()))
+    both = samples_of([*epoch_batches(trained, batching, 1, 0), *held_out_batches(held_out, batching)])
+    every = [n for held in buckets.values() for n in held.samples.tolist()]
+    assert sorted(n for batch in both for n in batch) == sorted(every)
+    assert context_shapes(trained, batching) == context_shapes(buckets, batching)
+    assert {b.tokens for b in held_out_batches(held_out, batching)} <= context_shapes(trained, batching)
+    for batch in held_out_batches(held_out, batching):
+        assert all(buckets[row.ceiling].samples[row.row] == row.sample for row in batch.rows)
+
+
+def test_a_split_follows_the_share_and_keeps_equal_samples_together() -> None:
+    many = {64: index(list(range(5000)), [30] * 5000)}
+    _, held_out = split(many, {64: np.arange(5000) // 2}, 0.1)
+    chosen = held_out[64].samples
+    assert 400 < len(chosen) < 600
+    assert set(chosen.tolist()) == {int(n) ^ 1 for n in chosen}
+    assert split(many, {64: np.arange(5000)}, 0.0)[1] == {}

@@ -19,7 +19,8 @@ from draftcache.train.loss import LossConfig
 from draftcache.train.order import Batching, context_shapes, epoch_batches
 from draftcache.train.ring import BUFFERS, Ring, fill_batch
 from draftcache.train.run import train
-from draftcache.train.setup import GeometryOptions, TrainConfig, bucket_index
+from draftcache.train.settings import GeometryOptions, TrainConfig
+from draftcache.train.setup import bucket_index
 
 
 def config(store: Store, out: Path, *, batching: str = "bucket", loss: LossConfig | None = None) -> TrainConfig:

@@ -127,9 +127,10 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         (gradient,) = gradients
-        d_gate_up, inner = swiglu_backward(_input_gradient(gradient, ctx.matrix), gate_up)
+        inner = _input_gradient(gradient, ctx.matrix)
+        swiglu_backward(inner, gate_up)  # in place: this is where a step's memory peaks
         _add_weight_gradient(ctx.matrix, gradient, inner)
-        return d_gate_up, gradient, None, None
+        return gate_up, gradient, None, None
 
 
 class _Norm(torch.autograd.Function):

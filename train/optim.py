@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftcache.common.errors import UsageError
+from draftcache.common.errors import CheckpointError, UsageError
 from draftcache.train.adamw import FlatState, Scalars, adamw
 
 
@@ -119,3 +119,20 @@ class Optimizer:
         for index, (first, second) in enumerate(self._moments):
             tensors |= {f"{index}.exp_avg": first, f"{index}.exp_avg_sq": second}
         return tensors
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy a checkpoint's tensors over the current ones, in place: captured graphs go on using these addresses.
+
+        Raises CheckpointError unless names and shapes are those of `state`.
+        """
+        state = self.state()
+        found, wanted = ({n: tuple(t.shape) for n, t in held.items()} for held in (tensors, state))
+        if found != wanted:
+            wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+            raise CheckpointError(
+                f"the optimizer's state differs in {wrong[:4]}",
+                needed=f"{len(wanted)} tensors of the drafter's shapes",
+                do="resume from another checkpoint",
+            )
+        for name, value in state.items():
+            value.copy_(tensors[name])

@@ -2,7 +2,9 @@
 
 Everything is ordered by a 32-bit hash of (seed, epoch, number), the same one that draws anchors, so the order depends
 on no generator and no library version. A step consumes `world size x accumulation` micro-batches of the list; an
-epoch's last step is filled up with empty ones.
+epoch's last step is filled up with empty ones. So a cursor of two numbers says where a run stands.
+
+Some samples are held out for validation: by the hash of their tokens, whatever seed, order or number of processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,11 +48,46 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class BucketIndex:
-    """What ordering needs to know of a bucket: sample numbers [N], lengths [N], and rows that are left out."""
+    """What ordering needs to know of a bucket, or of a part of it: rows [N], sample numbers [N] and lengths [N].
 
+    `size` counts the whole bucket's samples, which decide how many rows a micro-batch has.
+    """
+
+    rows: npt.NDArray[np.int64]
     samples: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    void: frozenset[int] = frozenset()
+    size: int
+
+    def part(self, chosen: npt.NDArray[np.bool_]) -> "BucketIndex":
+        """Some of the samples."""
+        return BucketIndex(self.rows[chosen], self.samples[chosen], self.lengths[chosen], self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a run stands: micro-batches of this epoch's list that are behind it."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The micro-batches of one step over all processes, and where the next step begins."""
+
+    batches: tuple[MicroBatch, ...]
+    after: Cursor
+
+    def share(self, rank: int, world_size: int) -> list[MicroBatch]:
+        """One process's micro-batches: as many as every other's, filled up with empty ones."""
+        count = -(-len(self.batches) // world_size)
+        mine = list(self.batches[rank::world_size])
+        return mine + [_empty_like(self.batches[0])] * (count - len(mine))
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that are not padding, over all processes."""
+        return sum(batch.real_tokens for batch in self.batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +121,27 @@ def context_shapes(buckets: Mapping[int, BucketIndex], batching: Batching) -> se
     """Every T that occurs: one per bucket, or the budget alone when packed."""
     if batching.kind == "packed":
         return {round_up(batching.token_budget, CONTEXT_MULTIPLE)}
-    return {batching.context_tokens(ceiling, len(index.samples)) for ceiling, index in buckets.items()}
+    return {batching.context_tokens(ceiling, index.size) for ceiling, index in buckets.items()}
+
+
+def split(
+    buckets: Mapping[int, BucketIndex],
+    digests: Mapping[int, npt.NDArray[np.int64]],  # by ceiling, [N]: a hash of every sample's tokens
+    share: float,
+) -> tuple[dict[int, BucketIndex], dict[int, BucketIndex]]:
+    """Samples to train on and samples held out, about `share` of all; buckets without any are left out.
+
+    Equal samples fall on one side. A bucket that would be held out whole is trained on whole.
+    """
+    trained, held_out = {}, {}
+    for ceiling, index in buckets.items():
+        chosen = hash32(0, 0, digests[ceiling], salt=2) < int(share * 2**32)
+        if chosen.all():
+            chosen = ~chosen
+        trained[ceiling] = index.part(~chosen)
+        if chosen.any():
+            held_out[ceiling] = index.part(chosen)
+    return trained, held_out
 
 
 def epoch_batches(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, epoch: int) -> list[MicroBatch]:
@@ -101,16 +158,23 @@ def steps_per_epoch(buckets: Mapping[int, BucketIndex], batching: Batching, per_
 
 
 def training_steps(
-    buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, per_step: int
-) -> Iterator[list[MicroBatch]]:
-    """Endless steps of `per_step` micro-batches each, epoch after epoch."""
-    epoch = 0
+    buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, per_step: int, begin: Cursor
+) -> Iterator[Step]:
+    """Endless steps of `per_step` micro-batches each, epoch after epoch, from `begin` on."""
+    epoch, first = begin.epoch, begin.batch
     while True:
         batches = epoch_batches(buckets, batching, seed, epoch)
-        for begin in range(0, len(batches), per_step):
-            step = batches[begin : begin + per_step]
-            yield step + [MicroBatch(step[0].tokens, epoch, ())] * (per_step - len(step))
-        epoch += 1
+        for start in range(first, len(batches), per_step):
+            real = batches[start : start + per_step]
+            end = start + per_step
+            after = Cursor(epoch, end) if end < len(batches) else Cursor(epoch + 1)
+            yield Step((*real, *[_empty_like(real[0])] * (per_step - len(real))), after)
+        epoch, first = epoch + 1, 0
+
+
+def held_out_batches(buckets: Mapping[int, BucketIndex], batching: Batching) -> list[MicroBatch]:
+    """Every held-out sample once, the same micro-batches for every run and every validation."""
+    return epoch_batches(buckets, batching, 0, 0) if buckets else []
 
 
 def hash32(seed: int, epoch: int, numbers: npt.NDArray[np.int64], salt: int) -> npt.NDArray[np.uint64]:
@@ -131,39 +195,40 @@ def _mix(state: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64] | 
     return state ^ (state >> np.uint64(16))
 
 
+def _empty_like(batch: MicroBatch) -> MicroBatch:
+    return MicroBatch(batch.tokens, batch.epoch, ())
+
+
 def _shuffled(index: BucketIndex, seed: int, epoch: int) -> Sequence[int]:
     order: list[int] = np.argsort(hash32(seed, epoch, index.samples, salt=0), kind="stable").tolist()
-    return [row for row in order if row not in index.void]
+    return order
 
 
 def _bucketed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, epoch: int) -> list[MicroBatch]:
     batches: list[MicroBatch] = []
     for ceiling, index in sorted(buckets.items()):
-        count = len(index.samples)
-        rows, stride = batching.bucket_rows(ceiling, count), row_stride(ceiling)
+        rows, stride = batching.bucket_rows(ceiling, index.size), row_stride(ceiling)
         order = _shuffled(index, seed, epoch)
         for begin in range(0, len(order), rows):
             chosen = tuple(
-                Row(ceiling, row, int(index.samples[row]), int(index.lengths[row]), position * stride)
-                for position, row in enumerate(order[begin : begin + rows])
+                Row(ceiling, int(index.rows[i]), int(index.samples[i]), int(index.lengths[i]), position * stride)
+                for position, i in enumerate(order[begin : begin + rows])
             )
-            batches.append(MicroBatch(batching.context_tokens(ceiling, count), epoch, chosen))
+            batches.append(MicroBatch(batching.context_tokens(ceiling, index.size), epoch, chosen))
     return batches
 
 
 def _packed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, epoch: int) -> list[MicroBatch]:
     """Rows back to back, each from a whole chunk; a row that does not fit begins the next micro-batch."""
-    everything = [
-        (c, row) for c, index in sorted(buckets.items()) for row in range(len(index.samples)) if row not in index.void
-    ]
-    samples = np.array([buckets[c].samples[row] for c, row in everything], dtype=np.int64)
+    everything = [(c, i) for c, index in sorted(buckets.items()) for i in range(len(index.samples))]
+    samples = np.array([buckets[c].samples[i] for c, i in everything], dtype=np.int64)
     tokens = round_up(batching.token_budget, CONTEXT_MULTIPLE)
     batches: list[MicroBatch] = []
     current: list[Row] = []
     used = 0
     for position in np.argsort(hash32(seed, epoch, samples, salt=0), kind="stable").tolist():
-        ceiling, row = everything[position]
-        length = int(buckets[ceiling].lengths[row])
+        ceiling, i = everything[position]
+        length = int(buckets[ceiling].lengths[i])
         span = round_up(length, CHUNK_TOKENS)
         if span > tokens:
             raise UsageError(
@@ -174,6 +239,6 @@ def _packed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, e
         if used + span > tokens:
             batches.append(MicroBatch(tokens, epoch, tuple(current)))
             current, used = [], 0
-        current.append(Row(ceiling, row, int(samples[position]), length, used))
+        current.append(Row(ceiling, int(buckets[ceiling].rows[i]), int(samples[position]), length, used))
         used += span
     return [*batches, MicroBatch(tokens, epoch, tuple(current))]

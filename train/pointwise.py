@@ -72,10 +72,10 @@ def swiglu(
 def swiglu_backward(
     gradient: Tensor,  # [S, I], contiguous
     gate_up: Tensor,  # [S, 2 I], contiguous
-) -> tuple[Tensor, Tensor]:  # d gate_up [S, 2 I], and swiglu(gate_up) [S, I] again
-    """Gradient of `swiglu`, which is computed anew on the way."""
+) -> None:
+    """Gradient of `swiglu` in place: gate_up becomes its own gradient, and gradient becomes swiglu(gate_up)."""
     run = _kernels().swiglu_backward if gate_up.is_cuda else plain_swiglu_backward
-    return run(gradient, gate_up)
+    run(gradient, gate_up)
 
 
 def plain_rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -116,13 +116,14 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
     return (gate * gate.sigmoid() * up).to(gate_up.dtype)
 
 
-def plain_swiglu_backward(gradient: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def plain_swiglu_backward(gradient: Tensor, gate_up: Tensor) -> None:
     """The plain twin of `swiglu_backward`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     sigmoid, d = gate.sigmoid(), gradient.float()
     silu = gate * sigmoid
-    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat([d_gate, d * silu], dim=-1).to(gate_up.dtype), (silu * up).to(gate_up.dtype)
+    d_gate, d_up, y = d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * silu, silu * up
+    gate_up.copy_(torch.cat([d_gate, d_up], dim=-1))
+    gradient.copy_(y)
 
 
 def _kernels() -> Any:

@@ -116,13 +116,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gradient: Tensor, gate_up: Tensor) -> None:
     """See pointwise.swiglu_backward."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    d_gate_up, y = torch.empty_like(gate_up), torch.empty_like(gradient)
     grid = (rows, triton.cdiv(inner, _GATE_BLOCK))
-    _swiglu_backward_kernel[grid](gradient, gate_up, d_gate_up, y, inner, BLOCK=_GATE_BLOCK, num_warps=4)
-    return d_gate_up, y
+    _swiglu_backward_kernel[grid](gradient, gate_up, inner, BLOCK=_GATE_BLOCK, num_warps=4)
 
 
 def _warps(block: int) -> int:
@@ -265,7 +263,7 @@ def _swiglu_kernel(gate_up_ptr, y_ptr, inner, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward_kernel(gradient_ptr, gate_up_ptr, d_gate_up_ptr, y_ptr, inner, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(gradient_ptr, gate_up_ptr, inner, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < inner
@@ -276,7 +274,7 @@ def _swiglu_backward_kernel(gradient_ptr, gate_up_ptr, d_gate_up_ptr, y_ptr, inn
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
-    kind = d_gate_up_ptr.dtype.element_ty
-    tl.store(d_gate_up_ptr + at, d_gate.to(kind), mask=inside)
-    tl.store(d_gate_up_ptr + at + inner, (gradient * silu).to(kind), mask=inside)
-    tl.store(y_ptr + row * inner + columns, (silu * up).to(kind), mask=inside)
+    kind = gate_up_ptr.dtype.element_ty
+    tl.store(gate_up_ptr + at, d_gate.to(kind), mask=inside)
+    tl.store(gate_up_ptr + at + inner, (gradient * silu).to(kind), mask=inside)
+    tl.store(gradient_ptr + row * inner + columns, (silu * up).to(kind), mask=inside)

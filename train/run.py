@@ -1,189 +1,261 @@
-"""Stage two's table of contents: open, resolve, build, capture, loop, checkpoint."""
+"""Stage two's table of contents: meet the other processes, resolve, build, load, capture, loop."""
 
+import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from draftcache.common.errors import TrainingError
-from draftcache.common.store import Store, open_store
-from draftcache.common.target import load_parts
-from draftcache.train.checkpoint import Run, append_metrics, save_checkpoint, write_run
+from draftcache.common import config as configs
+from draftcache.common.errors import MismatchError
+from draftcache.common.files import write_json
+from draftcache.common.store import Store, lock_store, open_store
+from draftcache.common.target import check_device, load_parts
+from draftcache.train.checkpoint import (
+    OPTIMIZER,
+    SETTINGS_NAME,
+    WEIGHTS,
+    Progress,
+    Run,
+    checkpoint_path,
+    checkpoints,
+    holds_run,
+    load_tensors,
+    load_weights,
+    read_progress,
+    read_run,
+    read_settings,
+    write_run,
+)
 from draftcache.train.drafter import Drafter
+from draftcache.train.guards import naming_memory
+from draftcache.train.loop import End, Loop, Schedule
 from draftcache.train.optim import Optimizer
-from draftcache.train.order import MicroBatch, context_shapes, training_steps
+from draftcache.train.order import BucketIndex, context_shapes, held_out_batches, training_steps
+from draftcache.train.report import METRICS_NAME, Row, RunLog, read_rows
 from draftcache.train.ring import Ring
-from draftcache.train.setup import TrainConfig, bucket_index, resolve
+from draftcache.train.saver import Saver
+from draftcache.train.settings import TrainConfig, build_config, resumed_config
+from draftcache.train.setup import resolve, settled, split_samples, versions
 from draftcache.train.slots import DeviceSlots, HostSlots, Slots
-from draftcache.train.step import CapturedStep, EagerStep, StepConfig, Stepper, log_row_names
-
-MAX_SKIPPED_IN_A_ROW = 3
+from draftcache.train.step import CapturedStep, EagerStep, StepConfig, Stepper
+from draftcache.train.world import World, join_world, local_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended: its last metrics row and its last checkpoint."""
+    """How a run ended, its last step's row, and the folder of its newest checkpoint.
 
-    metrics: dict[str, Any]
+    `first`: whether this process speaks for the run.
+    """
+
+    first: bool
+    end: End
+    metrics: Row
     checkpoint: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What every process works on: the run, its settings, its store, and where it begins."""
+
+    run: Run
+    config: TrainConfig
+    store: Store
+    progress: Progress
+    checkpoint: Path | None  # to begin from
 
 
 def train(config: TrainConfig) -> TrainResult:
     """Train a drafter on a store. Raises DraftcacheError for anything wrong in flags, store or numbers."""
-    store = open_store(config.store)
-    run = resolve(config, store)
-    device = torch.device(config.device)
-    parts = load_parts(store.path, store.manifest, device)
-    drafter = Drafter(run.drafter)
-    drafter.initialise(run.seed)
-    drafter.to(device)
-    optimizer = Optimizer(drafter.parameters(), run.optim, run.steps)
-    step_config = StepConfig(
-        anchors=run.anchors, seed=run.seed, log_rows=config.log_every, dtype=getattr(torch, run.dtype)
+    with join_world() as world, ExitStack() as stack:
+        world.from_first(lambda: stack.enter_context(lock_store(config.out)))
+        return _work(_new_job(config, world), world)
+
+
+def resume(folder: Path, given: Mapping[str, Any]) -> TrainResult:
+    """Go on with a run from its newest checkpoint, or begin it if nothing is there and `given`, the flags, say how.
+
+    Raises CheckpointError for flags that contradict the run.
+    """
+    if not holds_run(folder):
+        return train(build_config({**given, "out": folder}))
+    with join_world() as world, ExitStack() as stack:
+        world.from_first(lambda: stack.enter_context(lock_store(folder)))
+        return _work(_old_job(folder, given, world), world)
+
+
+def _new_job(config: TrainConfig, world: World) -> _Job:
+    store = world.together(lambda: open_store(config.store))
+    run = world.together(lambda: resolve(config, store, world.size))
+    config = settled(config, run)
+    first = world.from_first(lambda: configs.to_dict(run))
+    world.together(lambda: _check_same(configs.to_dict(run), first))
+    world.from_first(lambda: write_run(config.out, run, config))
+    return _Job(run=run, config=config, store=store, progress=Progress(), checkpoint=None)
+
+
+def _old_job(folder: Path, given: Mapping[str, Any], world: World) -> _Job:
+    """A run as its folder tells it; only the first process needs to see that folder."""
+    run = configs.from_dict(Run, world.from_first(lambda: configs.to_dict(read_run(folder))), str(folder))
+    held = world.from_first(lambda: configs.to_dict(read_settings(folder)))
+    saved = configs.from_dict(TrainConfig, held, str(folder))
+    config = world.together(lambda: resumed_config(saved, {**given, "out": folder.resolve()}))
+    world.together(lambda: check_device(config.device))
+    store = world.together(lambda: open_store(config.store))
+    world.together(lambda: _check_store(store, run))
+    newest = checkpoints(folder)[-1] if world.first and checkpoints(folder) else None
+    plain = world.from_first(lambda: configs.to_dict(read_progress(newest) if newest else Progress()))
+    progress = configs.from_dict(Progress, plain, str(newest))
+    world.from_first(lambda: write_json(folder / SETTINGS_NAME, configs.to_dict(config)))
+    _say(world, f"{folder} goes on after step {progress.step}" + (f", from {newest.name}" if newest else ""))
+    changed = configs.differences(versions(), run.versions)
+    if changed:
+        _say(world, f"the run began with other versions, so numbers may differ in rounding: {'; '.join(changed)}")
+    return _Job(run=run, config=config, store=store, progress=progress, checkpoint=newest)
+
+
+def _work(job: _Job, world: World) -> TrainResult:
+    run, config, store = job.run, job.config, job.store
+    if config.deterministic:
+        _make_deterministic()
+    device = torch.device(local_device(config.device))
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        drafter, optimizer, eager = _build(job, device, world)
+        trained, held_out = split_samples(store, run.validation_share)
+        _announce(job, trained, held_out, world)
+        schedule = Schedule(
+            training_steps(trained, run.batching, run.seed, run.micro_batches, job.progress.cursor),
+            held_out_batches(held_out, run.batching),
+            run,
+            config,
+            world,
+        )
+        stepper = _stepper(config, eager, store, device, context_shapes(trained, run.batching), schedule)
+        folder = config.out if world.first else None
+        files = {WEIGHTS: drafter.state_dict(), OPTIMIZER: optimizer.state()}
+        log = stack.enter_context(RunLog(folder, job.progress, run.steps, tensorboard=config.tensorboard))
+        saver = stack.enter_context(Saver(folder, files, config.keep))
+        slots = stack.enter_context(_slots(job, schedule, max(context_shapes(trained, run.batching)), device))
+        loop = Loop(run, config, world, eager, stepper, schedule, saver, log, job.progress)
+        end = loop.run(slots)
+    metrics = end.metrics or (read_rows(config.out / METRICS_NAME) or [{}])[-1]
+    return TrainResult(
+        first=world.first, end=end, metrics=metrics, checkpoint=checkpoint_path(config.out, end.progress.step)
     )
-    eager = EagerStep(drafter, optimizer, parts, store.manifest.record, run.loss, step_config)
-    write_run(config.out, run)
-    _announce(run, store)
-    stepper = _stepper(config, run, eager, store, device)
-    loop = _Loop(config, run, stepper, eager, drafter, optimizer)
-    return loop.run(store, device)
 
 
-class _Loop:
-    """The training loop and its bookkeeping on the host."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: Run,
-        stepper: Stepper,
-        eager: EagerStep,
-        drafter: Drafter,
-        optimizer: Optimizer,
-    ) -> None:
-        self._config, self._run = config, run
-        self._stepper, self._eager = stepper, eager
-        self._drafter, self._optimizer = drafter, optimizer
-        self._names = log_row_names(run.drafter.block_size)
-        self._since_fetch: list[int] = []  # real tokens of the steps that the host has not read yet
-        self._fetched_at = time.perf_counter()
-        self._skipped = 0
-        self._skipped_in_a_row = 0
-        self._last: dict[str, Any] = {}
-
-    def run(self, store: Store, device: torch.device) -> TrainResult:
-        """All steps, then the last checkpoint."""
-        run = self._run
-        max_tokens = max(context_shapes(bucket_index(store), run.batching))
-        with (
-            Ring(store, _micro_batches(run, store), max_tokens, pinned=device.type == "cuda") as ring,
-            tqdm(total=run.steps, desc="train", unit=" steps", disable=None) as bar,
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-        ):
-            slots: Slots = HostSlots(ring)
-            if device.type == "cuda":
-                slots = DeviceSlots(ring, max_tokens, store.manifest.record.record_bytes, device)
-            for step in range(1, run.steps + 1):
-                self._since_fetch.append(self._one_step(slots))
-                if len(self._since_fetch) == self._config.log_every or step == run.steps:
-                    self._fetch(step)
-                    bar.set_postfix(loss=self._last["loss"], accepted=self._last["accepted_length"])
-                bar.update()
-                if self._config.save_every and step % self._config.save_every == 0 and step < run.steps:
-                    self._save(step)
-        return TrainResult(metrics=self._last, checkpoint=self._save(run.steps))
-
-    def _one_step(self, slots: Slots) -> int:
-        tokens = 0
-        for _ in range(self._run.accumulate):
-            micro_batch, batch = slots.take()
-            self._stepper.micro_step(batch)
-            tokens += micro_batch.real_tokens
-        self._stepper.update()
-        return tokens
-
-    def _fetch(self, step: int) -> None:
-        """Read the log rows since the last fetch, in one copy, and write them down."""
-        count = len(self._since_fetch)
-        first = step - count
-        log = self._eager.log.cpu()
-        seconds = (time.perf_counter() - self._fetched_at) / count
-        rows = []
-        for offset, tokens in enumerate(self._since_fetch):
-            values = dict(zip(self._names, log[(first + offset) % len(log)].tolist(), strict=True))
-            rows.append(_metrics_row(first + offset + 1, values, tokens, seconds, self._run.drafter.block_size))
-        append_metrics(self._config.out, rows)
-        self._last = rows[-1]
-        self._since_fetch.clear()
-        self._fetched_at = time.perf_counter()
-        self._stop_if_stuck(rows)
-
-    def _stop_if_stuck(self, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            self._skipped_in_a_row = self._skipped_in_a_row + 1 if row["skipped"] > self._skipped else 0
-            self._skipped = row["skipped"]
-            if self._skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                raise TrainingError(
-                    f"the last {MAX_SKIPPED_IN_A_ROW} updates up to step {row['step']} had non-finite gradients or no "
-                    "trained slot and changed nothing",
-                    needed="finite gradients",
-                    do="lower --lr, and look at the store with `draftcache stats`",
-                )
-
-    def _save(self, step: int) -> Path:
-        return save_checkpoint(self._config.out, step, self._drafter.state_dict(), self._optimizer.state())
+def _build(job: _Job, device: torch.device, world: World) -> tuple[Drafter, Optimizer, EagerStep]:
+    """Drafter, optimizer and step with their weights and moments; the same in every process."""
+    run, config, store = job.run, job.config, job.store
+    with naming_memory("the target's embedding and head", "nothing here: take a device with more"):
+        parts = world.together(lambda: load_parts(store.path, store.manifest, device))
+    with naming_memory("the drafter and its optimizer", "--num-layers or --intermediate"):
+        drafter = Drafter(run.drafter)
+        drafter.initialise(run.seed)
+        drafter.to(device)
+        optimizer = Optimizer(drafter.parameters(), run.optim, run.steps)
+    world.from_first(lambda: _load(job, drafter, optimizer, device))
+    world.copy_from_first([p.detach() for p in drafter.parameters()] + list(optimizer.state().values()))
+    step_config = StepConfig(
+        anchors=run.anchors,
+        seed=run.seed,
+        log_rows=config.log_every,
+        dtype=getattr(torch, run.dtype),
+        matmul=config.matmul,
+        reduce_dtype=getattr(torch, config.reduce_dtype),
+    )
+    eager = EagerStep(drafter, optimizer, parts, store.manifest.record, run.loss, step_config, world)
+    return drafter, optimizer, eager
 
 
-def _stepper(config: TrainConfig, run: Run, eager: EagerStep, store: Store, device: torch.device) -> Stepper:
+def _load(job: _Job, drafter: Drafter, optimizer: Optimizer, device: torch.device) -> None:
+    """Weights and moments to begin with, into the tensors that are there: a checkpoint's, or a released drafter's."""
+    if job.checkpoint is not None:
+        load_weights(drafter, load_tensors(job.checkpoint, WEIGHTS, device), job.checkpoint)
+        optimizer.load(load_tensors(job.checkpoint, OPTIMIZER, device))
+
+
+def _stepper(
+    config: TrainConfig, eager: EagerStep, store: Store, device: torch.device, shapes: set[int], schedule: Schedule
+) -> Stepper:
     if device.type != "cuda":
         print("the step runs eagerly: CUDA graphs need a CUDA device", file=sys.stderr)
         return eager
     if config.graph is False:
         return eager
-    shapes = context_shapes(bucket_index(store), run.batching)
-    captured = CapturedStep(eager, store.manifest.record.record_bytes, shapes, device)
+    with naming_memory("capturing the step", "--token-budget, --anchors or --num-layers"):
+        captured = CapturedStep(
+            eager,
+            store.manifest.record.record_bytes,
+            shapes,
+            device,
+            held_out_shapes=frozenset(batch.tokens for batch in schedule.held_out),
+        )
     print(f"captured {captured.graphs} graphs: contexts of {sorted(shapes)} tokens and the update", file=sys.stderr)
     return captured
 
 
-def _micro_batches(run: Run, store: Store) -> Iterator[MicroBatch]:
-    steps = training_steps(bucket_index(store), run.batching, run.seed, run.accumulate)
-    return chain.from_iterable(islice(steps, run.steps))
+@contextmanager
+def _slots(job: _Job, schedule: Schedule, max_tokens: int, device: torch.device) -> Iterator[Slots]:
+    """The ring and the slots that it feeds."""
+    on_cuda = device.type == "cuda"
+    with naming_memory("the ring's host buffers and the device's slots", "--token-budget"):
+        ring = Ring(job.store, schedule.micro_batches(job.progress), max_tokens, pinned=on_cuda)
+    with ring:
+        with naming_memory("the device's slots", "--token-budget"):
+            record_bytes = job.store.manifest.record.record_bytes
+            slots = DeviceSlots(ring, max_tokens, record_bytes, device) if on_cuda else HostSlots(ring)
+        yield slots
 
 
-def _announce(run: Run, store: Store) -> None:
-    samples = sum(len(b.samples.samples) for b in store.buckets.values())
-    print(
-        f"{samples} samples in {len(store.buckets)} buckets; drafter of {len(run.drafter.layer_types)} layers, "
-        f"block {run.drafter.block_size}, mask token {run.drafter.mask_token_id}; "
-        f"{run.anchors} anchors per micro-batch; {run.steps} steps",
-        file=sys.stderr,
+def _make_deterministic() -> None:
+    """Kernels chosen without timing them, and cuBLAS without its choice of workspaces."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+    torch._inductor.config.deterministic = True
+
+
+def _check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    lines = configs.differences(found, wanted)
+    if lines:
+        raise MismatchError(
+            f"this process resolves another run than the first one: {'; '.join(lines[:4])}",
+            needed="the same flags, and copies of the same store, in every process",
+            do="start all of them with the same command",
+        )
+
+
+def _check_store(store: Store, run: Run) -> None:
+    if store.manifest.identity != run.store_identity:
+        raise MismatchError(
+            f"{store.path} is not the store that this run is trained on",
+            needed="that store, or a copy of it",
+            do="pass it with --store, or begin a new run",
+        )
+
+
+def _announce(job: _Job, trained: Mapping[int, BucketIndex], held_out: Mapping[int, BucketIndex], world: World) -> None:
+    run = job.run
+    count, kept_out = (sum(len(index.samples) for index in part.values()) for part in (trained, held_out))
+    processes = f" in {world.size} processes" if world.size > 1 else ""
+    _say(
+        world,
+        f"{count} samples in {len(trained)} buckets to train on, {kept_out} held out; "
+        f"drafter of {len(run.drafter.layer_types)} layers, block {run.drafter.block_size}, "
+        f"mask token {run.drafter.mask_token_id}; {run.anchors} anchors per micro-batch, "
+        f"{run.micro_batches} micro-batches a step{processes}; {run.steps} steps",
     )
+    if not kept_out:
+        _say(world, "no sample is held out, so nothing is validated and no checkpoint is the best one")
 
 
-def _metrics_row(step: int, values: dict[str, float], tokens: int, seconds: float, block_size: int) -> dict[str, Any]:
-    """One line of metrics.jsonl. Ratios of sums over the step's window; a window without a trained slot gives None."""
-
-    def ratio(numerator: str, denominator: str) -> float | None:
-        return values[numerator] / values[denominator] if values[denominator] else None
-
-    return {
-        "step": step,
-        "loss": ratio("loss", "weight"),
-        "lr": values["lr"],
-        "grad_norm": values["grad_norm"],
-        "accepted_length": ratio("accepted", "blocks"),
-        "accuracy": [ratio(f"right_{k}", f"counted_{k}") for k in range(1, block_size)],
-        "blocks": int(values["blocks"]),
-        "supervised": int(sum(values[f"counted_{k}"] for k in range(1, block_size))),
-        "skipped": int(values["skipped"]),
-        "tokens": tokens,
-        "seconds": round(seconds, 6),
-    }
+def _say(world: World, line: str) -> None:
+    if world.first:
+        print(line, file=sys.stderr)

@@ -4,79 +4,29 @@ Nothing here touches a device. Everything a user can get wrong is found here, be
 """
 
 import dataclasses
-from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from draftcache.common.errors import UsageError
-from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
 from draftcache.common.manifest import PLAIN_ENDS, TargetEnds, TargetIdentity
-from draftcache.common.store import Store
+from draftcache.common.shard import crc32c
+from draftcache.common.store import BucketSamples, Store
 from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
 from draftcache.train.anchors import MAX_CONTEXT_TOKENS
 from draftcache.train.attention import TILE
 from draftcache.train.checkpoint import Run
 from draftcache.train.drafter import FULL, SLIDING, DrafterConfig
-from draftcache.train.loss import LossConfig
-from draftcache.train.optim import OptimConfig
-from draftcache.train.order import Batching, BucketIndex, context_shapes, epoch_batches, steps_per_epoch
+from draftcache.train.order import Batching, BucketIndex, context_shapes, epoch_batches, split, steps_per_epoch
+from draftcache.train.settings import GeometryOptions, TrainConfig
 
 LAYER_PATTERNS = ("full", "sliding", "sliding-last-full")
 MIN_FLEX_HEAD_DIM = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeometryOptions:
-    """The drafter's geometry as asked for; None means: the target's."""
-
-    num_layers: int = 5
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    layer_types: str = "full"  # one of LAYER_PATTERNS, or a comma-separated list of full and sliding
-    sliding_window: int = 2048
-    block_size: int = 16
-    mask_token_id: int | None = None  # None: the first embedding row that the tokenizer does not use
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """What `draftcache train` was asked to do."""
-
-    store: Path
-    out: Path
-    geometry: GeometryOptions = field(default_factory=GeometryOptions)
-    loss: LossConfig = field(default_factory=LossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    batching: str = "bucket"
-    token_budget: int = DEFAULT_TOKEN_BUDGET
-    rows: int | None = None
-    anchors: int = 512  # at most; never more than a micro-batch can have
-    accumulate: int = 1
-    steps: int | None = None
-    epochs: int = 6  # used where steps is None
-    seed: int = 0
-    save_every: int | None = None  # steps; None: only at the end
-    log_every: int = 10  # steps between two reads of the device
-    graph: bool | None = None  # None: where the device can
-    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
-
-    def __post_init__(self) -> None:
-        for name in ("anchors", "accumulate", "steps", "epochs", "save_every", "log_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {value}", needed="at least 1", do=f"correct {flag}")
-        if self.graph and not self.device.startswith("cuda"):
-            raise UsageError(f"--graph on {self.device}", needed="a CUDA device", do="use --no-graph")
-
-
-def resolve(config: TrainConfig, store: Store) -> Run:
+def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
     """The run that `config` describes on this store. Raises UsageError for what cannot work."""
     check_device(config.device)
     manifest = store.manifest
@@ -92,13 +42,16 @@ def resolve(config: TrainConfig, store: Store) -> Run:
             do="correct --head-dim or --block-size",
         )
     batching = Batching(kind=config.batching, token_budget=config.token_budget, rows=config.rows)
-    index = bucket_index(store)
-    largest = max(context_shapes(index, batching))
+    trained, _ = split_samples(store, config.validation.validation_share)
+    if not trained:
+        raise UsageError(f"every row of {store.path} is void", needed="samples to train on", do="extract again")
+    largest = max(context_shapes(trained, batching))
     if largest >= MAX_CONTEXT_TOKENS:
         raise UsageError(f"a context of {largest} tokens", needed=f"below {MAX_CONTEXT_TOKENS}", do="lower the budget")
-    epoch_batches(index, batching, config.seed, 0)  # refuses a budget that the longest sample does not fit
-    anchors = _anchor_count(config, store, batching, drafter.block_size if on_cuda else 1)
-    per_epoch = steps_per_epoch(index, batching, config.accumulate)
+    epoch_batches(
+        bucket_index(store), batching, config.seed, 0
+    )  # refuses a budget that the longest sample does not fit
+    micro_batches = config.accumulate * world_size
     return Run(
         drafter=drafter,
         target=manifest.target,
@@ -106,12 +59,33 @@ def resolve(config: TrainConfig, store: Store) -> Run:
         loss=loss,
         optim=config.optim,
         batching=batching,
-        anchors=anchors,
-        accumulate=config.accumulate,
-        steps=config.steps or config.epochs * per_epoch,
+        validation_share=config.validation.validation_share,
+        anchors=_anchor_count(config, store, batching, drafter.block_size if on_cuda else 1),
+        micro_batches=micro_batches,
+        steps=config.steps or config.epochs * steps_per_epoch(trained, batching, micro_batches),
         seed=config.seed,
         dtype="bfloat16" if on_cuda else "float32",
-        versions={"draftcache": VERSION} | {name: version(name) for name in ("torch", "zarr")},
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """What a run is made with."""
+    return {"draftcache": VERSION} | {name: version(name) for name in ("torch", "zarr")}
+
+
+def settled(config: TrainConfig, run: Run) -> TrainConfig:
+    """The settings with everything filled in that the store, the target or the machine decided."""
+    drafter = run.drafter
+    names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "mask_token_id")
+    return dataclasses.replace(
+        config,
+        store=config.store.resolve(),
+        out=config.out.resolve(),
+        init_from=config.init_from and config.init_from.resolve(),
+        geometry=dataclasses.replace(config.geometry, **{name: getattr(drafter, name) for name in names}),
+        loss=run.loss,
+        steps=run.steps,
     )
 
 
@@ -126,8 +100,29 @@ def _check_ends(ends: TargetEnds) -> None:
 
 
 def bucket_index(store: Store) -> dict[int, BucketIndex]:
-    """What ordering needs to know of a store."""
-    return {c: BucketIndex(b.samples.samples, b.samples.lengths, b.void_rows) for c, b in store.buckets.items()}
+    """What ordering needs to know of a store: every sample but those that the journal calls void."""
+    found = {}
+    for ceiling, bucket in store.buckets.items():
+        samples = bucket.samples
+        count = len(samples.samples)
+        rows = np.setdiff1d(np.arange(count, dtype=np.int64), np.array(sorted(bucket.void_rows), dtype=np.int64))
+        if len(rows):
+            found[ceiling] = BucketIndex(rows, samples.samples[rows], samples.lengths[rows], count)
+    return found
+
+
+def split_samples(store: Store, share: float) -> tuple[dict[int, BucketIndex], dict[int, BucketIndex]]:
+    """The samples to train on and the samples held out, see `order.split`."""
+    index = bucket_index(store)
+    if not share:
+        return index, {}
+    return split(index, {c: _token_digests(store.buckets[c].samples, held.rows) for c, held in index.items()}, share)
+
+
+def _token_digests(samples: BucketSamples, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N] a hash of each row's tokens."""
+    ids = samples.input_ids
+    return np.array([crc32c(ids[samples.tokens(row)]) for row in rows.tolist()], dtype=np.int64)
 
 
 def _teacher(asked: str | None, stored: str) -> str:

@@ -1,15 +1,17 @@
 """The training step as ordinary functions of static shapes, and its twin captured as CUDA graphs.
 
 A micro-step draws anchors, runs the drafter and adds gradients and metric sums to tensors that outlive it. After
-`accumulate` micro-steps an update divides, clips and steps. Nothing in either reads the device from the host.
+`accumulate` micro-steps an update sums over all processes, divides, clips and steps. Nothing in either reads the device
+from the host. An evaluation is a micro-step without gradients, with sums of its own.
 
-The captured twin holds one micro-step graph per shape and one update graph, all in one memory pool. What a graph writes
-that somebody reads later (gradients, sums, log rows, moments) is allocated outside the pool before the first capture;
-everything inside a pool is overwritten by the next replay of any graph.
+The captured twin holds one micro-step graph per shape, its evaluation twin, and one update graph, all in one memory
+pool. What a graph writes that somebody reads later (gradients, sums, log rows, moments) is allocated outside the pool
+before the first capture; everything inside a pool is overwritten by the next replay of any graph.
 
 Legend: T context tokens, A anchors, B block size, Q = A * B, K taps, H target width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +31,7 @@ from draftcache.train.head import Fp8Head, FrozenHead, Head
 from draftcache.train.loss import LossConfig, LossInputs, LossSums
 from draftcache.train.optim import Optimizer
 from draftcache.train.weights import ComputeWeights
+from draftcache.train.world import ALONE, World
 
 _HEAD_SUMS = ("loss", "weight", "accepted", "blocks")
 _WARMUP_RUNS = 2
@@ -43,17 +46,22 @@ class StepConfig:
     log_rows: int  # steps whose metrics the device holds before the host fetches them
     dtype: torch.dtype  # of activations
     matmul: str = "bf16"  # "fp8": products with the head and in the MLPs in 8 bits
+    reduce_dtype: torch.dtype = torch.float32  # in which gradients travel between processes
 
 
 class Stepper(Protocol):
-    """What the loop calls: `micro_step` for every micro-batch, `update` after each accumulation window."""
+    """What the loop calls: `micro_step` for every micro-batch, `update` after each window of them, or `evaluate`."""
 
     def micro_step(self, batch: FlatBatch) -> None:
         """Add one micro-batch's gradients and metric sums. The batch may be overwritten once this work is done."""
         ...
 
     def update(self) -> None:
-        """Step the optimizer with the window's mean gradient, write a log row, clear the window."""
+        """Step the optimizer with the window's mean gradient over all processes, write a log row, clear the window."""
+        ...
+
+    def evaluate(self, batch: FlatBatch) -> None:
+        """Add one held-out micro-batch's metric sums to `EagerStep.held_out_sums`, and nothing else."""
         ...
 
 
@@ -68,6 +76,7 @@ class EagerStep:
         record: RecordSpec,
         loss: LossConfig,
         config: StepConfig,
+        world: World = ALONE,
     ) -> None:
         self._drafter = drafter.config
         self._optimizer = optimizer
@@ -80,10 +89,13 @@ class EagerStep:
         self._record = record
         self._loss = loss
         self._config = config
+        self._world = world
         device = parts.embedding.device
         self._mask_token = torch.full((1,), drafter.config.mask_token_id, device=device)
         slots = drafter.config.block_size - 1
         self._sums = torch.zeros(len(_HEAD_SUMS) + 2 * slots, dtype=torch.float64, device=device)
+        self.held_out_sums = torch.zeros_like(self._sums)
+        """Sums of `evaluate`, of this process alone; columns as in `sum_names`. Whoever reads them clears them."""
         self.log = torch.zeros(config.log_rows, 3 + self._sums.numel(), dtype=torch.float64, device=device)
         """[log_rows, columns]: one row per step, columns as in `log_row_names`, reused in turn."""
         self._log_index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -91,19 +103,24 @@ class EagerStep:
     @property
     def counters(self) -> list[Tensor]:
         """What even a step of weight zero changes: step and skip counts, sums and log."""
-        return [self._optimizer.step, self._optimizer.skipped, self._sums, self.log, self._log_index]
+        counts = [self._optimizer.step, self._optimizer.skipped]
+        return [*counts, self._sums, self.held_out_sums, self.log, self._log_index]
 
     def micro_step(self, batch: FlatBatch) -> None:
         """See Stepper."""
-        anchors, keep = draw_anchors(batch, self._config.seed, self._config.anchors)
-        blocks = lay_out_blocks(batch, anchors, keep, self._drafter.block_size, self._drafter.mask_token_id)
-        sums = self._forward(batch, blocks)
+        sums = self._forward(batch, self._draw_blocks(batch))
         sums.loss.backward()
-        heads = torch.stack([sums.loss.detach(), sums.weight, sums.accepted, sums.blocks])
-        self._sums += torch.cat([heads, sums.right, sums.counted])
+        self._sums += _flat(sums)
+
+    @torch.no_grad()
+    def evaluate(self, batch: FlatBatch) -> None:
+        """See Stepper."""
+        self.held_out_sums += _flat(self._forward(batch, self._draw_blocks(batch)))
 
     def update(self) -> None:
         """See Stepper."""
+        self._world.sum(self._optimizer.gradients, self._config.reduce_dtype)
+        self._world.sum(self._sums)
         self._optimizer.update(self._sums[1].float(), self._weights.values)
         self._backbone.refresh_float8()
         row = torch.stack([t.double() for t in self._scalars()])
@@ -122,6 +139,10 @@ class EagerStep:
 
     def _scalars(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._optimizer.lr, self._optimizer.gradient_norm, self._optimizer.skipped
+
+    def _draw_blocks(self, batch: FlatBatch) -> Blocks:
+        anchors, keep = draw_anchors(batch, self._config.seed, self._config.anchors)
+        return lay_out_blocks(batch, anchors, keep, self._drafter.block_size, self._drafter.mask_token_id)
 
     def _forward(self, batch: FlatBatch, blocks: Blocks) -> LossSums:
         taps = read_taps(batch.records, self._record, self._config.dtype)
@@ -148,8 +169,18 @@ class EagerStep:
 class CapturedStep:
     """The same step, replayed from CUDA graphs. Capture every shape before the first step."""
 
-    def __init__(self, eager: EagerStep, record_bytes: int, shapes: set[int], device: torch.device) -> None:
-        """`shapes` are the context lengths T in tokens; the largest is captured first and sizes the pool."""
+    def __init__(
+        self,
+        eager: EagerStep,
+        record_bytes: int,
+        shapes: set[int],
+        device: torch.device,
+        held_out_shapes: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shapes` are the context lengths T in tokens, of which `held_out_shapes` are evaluated too.
+
+        The largest is captured first and sizes the pool.
+        """
         self._eager = eager
         self._static = torch.zeros(batch_bytes(max(shapes), record_bytes), dtype=torch.uint8, device=device)
         self._inputs = {tokens: view_batch(self._static, tokens, record_bytes) for tokens in shapes}
@@ -157,13 +188,14 @@ class CapturedStep:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         for tokens in sorted(shapes, reverse=True):
-            self._graphs[tokens] = self._capture_micro_step(tokens)
+            self._graphs[tokens] = self._capture_over(tokens, eager.micro_step)
+        self._evaluations = {tokens: self._capture_over(tokens, eager.evaluate) for tokens in held_out_shapes}
         self._update_graph = self._capture(eager.update)
 
     @property
     def graphs(self) -> int:
         """Number of captured graphs."""
-        return len(self._graphs) + 1
+        return len(self._graphs) + len(self._evaluations) + 1
 
     def micro_step(self, batch: FlatBatch) -> None:
         """Copy the batch into the static input, then replay its shape's graph."""
@@ -174,6 +206,12 @@ class CapturedStep:
     def update(self) -> None:
         """See Stepper."""
         self._update_graph.replay()
+
+    def evaluate(self, batch: FlatBatch) -> None:
+        """Copy the batch into the static input, then replay its shape's evaluation graph."""
+        self._check(batch)
+        self._inputs[batch.tokens].block.copy_(batch.block)
+        self._evaluations[batch.tokens].replay()
 
     def _check(self, batch: FlatBatch) -> None:
         """The input contract: the shape, dtype and device that a graph was captured for."""
@@ -186,11 +224,11 @@ class CapturedStep:
             f"captured for {tuple(wanted.shape)} {wanted.dtype} on {wanted.device}"
         )
 
-    def _capture_micro_step(self, tokens: int) -> torch.cuda.CUDAGraph:
+    def _capture_over(self, tokens: int, work: Callable[[FlatBatch], None]) -> torch.cuda.CUDAGraph:
         inputs = self._inputs[tokens]
         inputs.block.zero_()
         inputs.documents.fill_(-1)
-        return self._capture(lambda: self._eager.micro_step(inputs))
+        return self._capture(lambda: work(inputs))
 
     def _capture(self, work: "Work") -> torch.cuda.CUDAGraph:
         """Warm up and capture on a side stream, leaving the training state as it was.
@@ -224,13 +262,17 @@ class Work(Protocol):
 
 
 def log_row_names(block_size: int) -> list[str]:
-    """Column names of `EagerStep.log`. Sums are over the window; slot k's are `right_k` and `counted_k`."""
+    """Column names of `EagerStep.log`. Sums are over the window and all processes."""
+    return ["lr", "grad_norm", "skipped", *sum_names(block_size)]
+
+
+def sum_names(block_size: int) -> list[str]:
+    """Names of the metric sums; slot k's are `right_k` and `counted_k`."""
     slots = range(1, block_size)
-    return [
-        "lr",
-        "grad_norm",
-        "skipped",
-        *_HEAD_SUMS,
-        *(f"right_{k}" for k in slots),
-        *(f"counted_{k}" for k in slots),
-    ]
+    return [*_HEAD_SUMS, *(f"right_{k}" for k in slots), *(f"counted_{k}" for k in slots)]
+
+
+def _flat(sums: LossSums) -> Tensor:
+    """A micro-batch's metric sums in the order of `sum_names`."""
+    heads = torch.stack([sums.loss.detach(), sums.weight, sums.accepted, sums.blocks])
+    return torch.cat([heads, sums.right, sums.counted])

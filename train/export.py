@@ -1,0 +1,177 @@
+"""Writes a run's drafter as the folder that engines load, and reads it back before the folder gets its name.
+
+    DIR/config.json          what engines read
+    DIR/model.safetensors    the weights in bfloat16
+    DIR/README.md            the model card
+    DIR/draftcache.json      the run as it was trained, and which checkpoint this is
+
+The same run gives the same bytes every time: nothing in the folder depends on the moment or the place.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftcache.common import config as configs
+from draftcache.common.errors import CheckpointError, MismatchError, UsageError
+from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
+from draftcache.common.manifest import Manifest, read_manifest
+from draftcache.common.version import VERSION
+from draftcache.train.card import model_card
+from draftcache.train.checkpoint import Run, load_drafter, newest_checkpoint
+from draftcache.train.drafter import SLIDING, DrafterConfig
+from draftcache.train.parity import Parity, compare_on_store
+from draftcache.train.released import (
+    CONFIG_NAME,
+    FORMATS,
+    WEIGHTS_NAME,
+    check_servable,
+    load_released,
+    read_released_config,
+    read_released_weights,
+    speculators_config,
+    tensor_shapes,
+    zlab_config,
+)
+
+CARD_NAME, RUN_COPY_NAME = "README.md", "draftcache.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """What `draftcache export` was asked to do."""
+
+    checkpoint: Path
+    out: Path
+    layout: str = "zlab"
+    store: Path | None = None  # adds the data to the card, and compares logits on stored samples
+    measured: Path | None = None  # what `evaluate --json` wrote, for the card
+
+    def __post_init__(self) -> None:
+        if self.layout not in FORMATS:
+            raise UsageError(f"format {self.layout!r}", needed=f"one of {list(FORMATS)}", do="correct --format")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult:
+    """The folder, how many tensors it holds, and how its logits compare with the trainer's if a store was given."""
+
+    folder: Path
+    tensors: int
+    parity: Parity | None
+
+
+def export(config: ExportConfig) -> ExportResult:
+    """Write the folder. Raises DraftcacheError, leaving nothing behind, for what cannot be served or read back."""
+    if config.out.exists():
+        raise UsageError(f"{config.out} exists", needed="a new folder", do="choose another --out")
+    run, drafter = load_drafter(config.checkpoint, torch.device("cpu"))
+    check_servable(run.drafter, run.target, config.layout)
+    weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
+    _check_weights(weights, run.drafter)
+    manifest = _manifest_of(config.store, run)
+    measured = _read_measured(config)
+    partial = config.out.with_name(config.out.name + PARTIAL_SUFFIX)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write(partial, config, run, weights, manifest, measured)
+        _read_back(partial, run.drafter, weights)
+        parity = None
+        if config.store is not None:
+            parity = compare_on_store(run, drafter, load_released(partial, torch.device("cpu")), config.store)
+        partial.rename(config.out)
+        sync_directory(config.out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return ExportResult(folder=config.out, tensors=len(weights), parity=parity)
+
+
+def _write(
+    folder: Path,
+    config: ExportConfig,
+    run: Run,
+    weights: dict[str, Tensor],
+    manifest: Manifest | None,
+    measured: list[dict[str, Any]],
+) -> None:
+    folder.mkdir(parents=True)
+    build = zlab_config if config.layout == "zlab" else speculators_config
+    write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
+    save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    checkpoint = newest_checkpoint(config.checkpoint).name
+    target, whole = configs.to_dict(run.target), configs.to_dict(run)
+    origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint, "target": target, "run": whole}
+    write_json(folder / RUN_COPY_NAME, origin)
+    write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint, manifest, measured))
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(folder)
+
+
+def _check_weights(weights: dict[str, Tensor], config: DrafterConfig) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    assert shapes == tensor_shapes(config), "the drafter's tensors are not those of the released table"
+    broken = sorted(name for name, tensor in weights.items() if not bool(tensor.isfinite().all()))
+    if broken:
+        raise CheckpointError(
+            f"{len(broken)} tensors with values that are not finite in bfloat16, first {broken[0]}",
+            needed="finite weights",
+            do="export an earlier checkpoint, or train with a lower --lr",
+        )
+
+
+def _read_back(folder: Path, config: DrafterConfig, weights: dict[str, Tensor]) -> None:
+    """What was written must say what was trained, key by key and bit by bit."""
+    read = read_released_config(folder)
+    if SLIDING not in config.layer_types:  # these two then mean nothing, and are not written
+        read = dataclasses.replace(read, sliding_window=config.sliding_window, sliding_causal=config.sliding_causal)
+    lines = configs.differences(configs.to_dict(read), configs.to_dict(config))
+    assert not lines, f"the written configuration reads as another drafter: {lines}"
+    for name, tensor in read_released_weights(folder, config, torch.device("cpu")).items():
+        same = tensor.dtype == torch.bfloat16 and torch.equal(tensor.view(torch.int16), weights[name].view(torch.int16))
+        assert same, f"{name} was written with other bits"
+
+
+def _manifest_of(store: Path | None, run: Run) -> Manifest | None:
+    if store is None:
+        return None
+    manifest = read_manifest(store)
+    if manifest.identity != run.store_identity:
+        raise MismatchError(
+            f"{store} is not the store that this run was trained on",
+            needed="that store",
+            do="pass it with --store, or leave the flag out",
+        )
+    return manifest
+
+
+def _read_measured(config: ExportConfig) -> list[dict[str, Any]]:
+    """The reports on this drafter out of what `evaluate --json` wrote."""
+    path = config.measured
+    if path is None:
+        return []
+    try:
+        reports: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["sets"]
+        drafters = {report["drafter"] for report in reports}
+        ours = {name for name in drafters if Path(name).resolve() == config.checkpoint.resolve()}
+        figures = ("name", "prompts", "accepted_length")
+        kept = ours or (drafters if len(drafters) == 1 else set())
+        found = [{name: report[name] for name in figures} for report in reports if report["drafter"] in kept]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"{path}: {type(error).__name__} {error}", needed="what `evaluate --json FILE` wrote", do="check --measured"
+        ) from None
+    if not found:
+        raise UsageError(
+            f"{path} speaks of {sorted(drafters)}", needed=f"figures of {config.checkpoint}", do="check --measured"
+        )
+    return found
