@@ -43,6 +43,7 @@ from draftcache.train.settings import TrainConfig, build_config, resumed_config
 from draftcache.train.setup import resolve, settled, split_samples, versions
 from draftcache.train.slots import DeviceSlots, HostSlots, Slots
 from draftcache.train.step import CapturedStep, EagerStep, StepConfig, Stepper
+from draftcache.train.warm_start import load_start
 from draftcache.train.world import World, join_world, local_device
 
 
@@ -180,6 +181,8 @@ def _load(job: _Job, drafter: Drafter, optimizer: Optimizer, device: torch.devic
     if job.checkpoint is not None:
         load_weights(drafter, load_tensors(job.checkpoint, WEIGHTS, device), job.checkpoint)
         optimizer.load(load_tensors(job.checkpoint, OPTIMIZER, device))
+    elif job.config.init_from is not None:
+        load_start(job.config.init_from, drafter, device)
 
 
 def _stepper(
