@@ -5,61 +5,22 @@ Legend as in step_cases.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from tabulate import tabulate
 
-from draftcache.benchmarks.step_cases import DEVICE, Geometry
-from draftcache.train.drafter import SLIDING
+from draftcache.benchmarks.step_cases import DEVICE, SUPERVISED_FROM, Geometry
+from draftcache.train import work
+from draftcache.train.loss import LossConfig
+from draftcache.train.work import Product
 
 SUSTAIN_S = 0.4
 """Every product runs so long before it is timed, as it does within a training run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product of the step: [rows, inner] x [inner, columns], `count` times."""
-
-    name: str
-    rows: int
-    columns: int
-    inner: int
-    count: int
-    accumulates: bool = False  # a weight gradient, summed into float32
-    float8: bool = False
-
-    @property
-    def operations(self) -> int:
-        """Multiplications and additions of all of them."""
-        return 2 * self.rows * self.columns * self.inner * self.count
-
-
 def products(g: Geometry, teacher: str, matmul: str) -> list[Product]:
-    """Every product that one step executes, attention apart."""
-    query, key = g.heads * g.head_dim, g.kv_heads * g.head_dim
-    found: list[Product] = []
-
-    def linear(name: str, rows: int, columns: int, inner: int, count: int, float8: bool = False) -> None:
-        found.append(Product(f"{name} forward", rows, columns, inner, count, float8=float8))
-        if name != "fc":  # nothing asks for the taps' gradient
-            found.append(Product(f"{name} input gradient", rows, inner, columns, count, float8=float8))
-        found.append(Product(f"{name} weight gradient", columns, inner, rows, count, accumulates=True))
-
-    float8 = matmul == "fp8"
-    linear("fc", g.tokens, g.hidden, g.taps * g.hidden, 1)
-    linear("context keys", g.tokens, 2 * key, g.hidden, g.layers)
-    linear("query-key-value", g.slots, query + 2 * key, g.hidden, g.layers - 1)
-    linear("query-key-value of the first layer", g.anchors + 1, query + 2 * key, g.hidden, 1)
-    linear("out", g.slots, g.hidden, query, g.layers)
-    linear("gate-up", g.slots, 2 * g.inner, g.hidden, g.layers, float8)
-    linear("down", g.slots, g.hidden, g.inner, g.layers, float8)
-    rows = 4096 // g.block_size * (g.block_size - 1)
-    chunks = -(-g.anchors // (4096 // g.block_size))
-    heads = 2 if teacher == "last" else 1
-    found.append(Product("head forward", rows, g.vocabulary, g.hidden, heads * chunks, float8=float8))
-    found.append(Product("head input gradient", rows, g.hidden, g.vocabulary, chunks, float8=float8))
-    return found
+    """Every product of one step of this geometry."""
+    return work.products(g.drafter, g.tokens, g.anchors, teacher.removesuffix("64"), matmul, LossConfig().chunk_slots)
 
 
 def product_seconds(product: Product) -> float:
@@ -118,16 +79,7 @@ def total_seconds(found: Sequence[Product]) -> float:
 
 def attention_seconds(g: Geometry) -> float:
     """Attention's operations, forward and backward, at the rate of a product of 8192 cubed."""
-    operations = visible_pairs(g) * g.layers * 4 * g.heads * g.head_dim * 3.5
+    operations = work.attention_operations(g.drafter, g.anchors, g.document * (SUPERVISED_FROM + 1) / 2)
     peak = 2 * 8192**3 / product_seconds(Product("8192 cubed", 8192, 8192, 8192, 1))
     print(f"8192 cubed: {peak / 1e12:.1f} TFLOP/s; attention: {operations / 1e12:.1f} TFLOP")
     return operations / peak
-
-
-def visible_pairs(g: Geometry) -> float:
-    """Query-key pairs that attention must compute per layer: each slot's share of its prefix, and its own block."""
-    length = g.document
-    mean_prefix = (length * 0.3 + length) / 2
-    if g.layer_type == SLIDING:
-        mean_prefix = min(mean_prefix, 2048.0)
-    return g.slots * (mean_prefix + g.block_size)

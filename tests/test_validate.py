@@ -8,7 +8,8 @@ import torch
 from draftcache.common.store import Store
 from draftcache.tests.helpers import flat_batch, gpu, on_device, supervised, tiny_record
 from draftcache.tests.runs import metrics, outcome, small_run
-from draftcache.tests.test_step import Training, device_batches, sentences, training
+from draftcache.tests.test_captured import device_batches
+from draftcache.tests.test_step import Training, sentences, training
 from draftcache.train.batch import FlatBatch
 from draftcache.train.checkpoint import best_checkpoint, checkpoint_path, checkpoints
 from draftcache.train.order import Batching, held_out_batches
