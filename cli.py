@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,27 +87,15 @@ def extract(**flags: Any) -> None:
     from draftcache.extract.plan import ExtractConfig
     from draftcache.extract.run import dry_run
     from draftcache.extract.run import extract as run
+    from draftcache.extract.show import show_estimate, show_store
 
     config = ExtractConfig(**_given(flags))
     if config.dry_run:
-        _show_estimate(*dry_run(config))
+        show_estimate(*dry_run(config))
         return
     store = run(config)
-    report = store.manifest.report
-    if int(os.environ.get("RANK", "0")):
-        return
-    supervised = report.supervised_tokens + report.supervised_tokens_cut
-    lost = report.supervised_tokens_cut / supervised
-    click.echo(
-        f"{store.path}: {report.kept} of {report.read} samples kept, {report.truncated} truncated, which cost "
-        f"{lost:.1%} of the supervised tokens"
-    )
-    for reason, count in report.dropped.items():
-        click.echo(f"  {count} dropped: {reason.replace('_', ' ')}")
-    for note, count in report.notes.items():
-        click.echo(f"  {count} {note.replace('_', ' ')}")
-    if store.void_samples:
-        click.echo(f"  {store.void_samples} void: states not finite or all zero; nobody trains on them")
+    if not int(os.environ.get("RANK", "0")):
+        show_store(store)
 
 
 @cli.command()
@@ -155,16 +142,22 @@ def extract(**flags: Any) -> None:
 @click.option("--deterministic", is_flag=True, default=None, help="Bit-equal runs on CUDA, a little slower.")
 @click.option("--graph/--no-graph", default=None, help="Capture the step as CUDA graphs.  [default: on CUDA]")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")
-def train(resume: str | None, **flags: Any) -> None:
+@click.option("--dry-run", is_flag=True, help="Only say what it would take: memory by part, bytes, time.")
+def train(resume: str | None, dry_run: bool, **flags: Any) -> None:
     """Train a drafter on STORE and write it to OUT. Many processes: start it with torchrun."""
+    from draftcache.train.estimate import estimate
     from draftcache.train.run import resume as go_on
     from draftcache.train.run import train as begin
     from draftcache.train.settings import build_config
+    from draftcache.train.show import show_estimate, show_training
 
     given = _given(flags)
+    if dry_run:
+        show_estimate(*estimate(build_config(given), int(os.environ.get("WORLD_SIZE", "1"))))
+        return
     result = begin(build_config(given)) if resume is None else go_on(_run_folder(resume, given), given)
     if result.first:
-        _show_training(result)
+        show_training(result)
     if result.end.signal is not None:
         sys.exit(128 + result.end.signal)
 
@@ -176,29 +169,18 @@ def train(resume: str | None, **flags: Any) -> None:
 @click.option("--show", type=click.IntRange(min=1), help="Only print so many samples, supervised text in colour.")
 def stats(store: Path, samples: int | None, as_json: bool, show: int | None) -> None:
     """Show what STORE holds, from the stored bytes themselves."""
-    from draftcache.common.stats import LOW_AGREEMENT, BucketStats, PlaneStats, store_stats
+    from draftcache.common.show import show_samples, show_stats
+    from draftcache.common.stats import store_stats
     from draftcache.common.store import open_store
 
     if show is not None:
-        _show_samples(store, show)
+        show_samples(open_store(store), show)
         return
     figures = store_stats(open_store(store), samples)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(figures)))
         return
-    report = figures.report
-    click.echo(f"{report.kept} of {report.read} samples kept, {report.truncated} truncated, dropped: {report.dropped}")
-    if figures.void:
-        click.echo(f"{figures.void} samples are void (states not finite or all zero) and left out of all that follows")
-    click.echo(f"{figures.bytes_per_token} bytes per token")
-    if figures.label_agreement is not None:
-        click.echo(f"{figures.label_agreement:.1%} of the supervised tokens looked at are the target's own choice")
-        if figures.label_agreement < LOW_AGREEMENT:
-            click.echo("warning: this data was hardly written by the target; let the target answer the prompts itself")
-    click.echo()
-    _table(BucketStats, figures.buckets)
-    click.echo()
-    _table(PlaneStats, figures.planes)
+    show_stats(figures)
 
 
 @cli.command()
@@ -262,8 +244,10 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
 
     Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
+    from draftcache.common.show import show_table
     from draftcache.train.evaluate import EvaluateConfig, write_reports
     from draftcache.train.evaluate import evaluate as run
+    from draftcache.train.show import show_details
     from draftcache.train.tally import SetReport
     from draftcache.train.verify_block import Sampling
 
@@ -273,9 +257,9 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
     reports = run(config)
     if json_file is not None:
         write_reports(json_file, reports, config)
-    _table(SetReport, reports, leave_out=("slot_rates", "spans", "differences"))
+    show_table(SetReport, reports, leave_out=("slot_rates", "spans", "differences"))
     for report in reports:
-        _show_details(report)
+        show_details(report)
     if any(report.unexplained for report in reports):
         sys.exit(DAMAGE)
 
@@ -307,40 +291,6 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _show_details(report: Any) -> None:
-    """What the table of `evaluate` has no room for."""
-    rates = " ".join(f"{rate:.2f}" for rate in report.slot_rates)
-    click.echo(f"\n{report.drafter} on {report.name}: blocks that accept at least k drafted tokens: {rates}")
-    spans = ", ".join(f"{s.begin}-{s.end - 1}: {s.accepted_length:.3f} ({s.blocks})" for s in report.spans)
-    click.echo(f"  accepted length by position, and blocks: {spans}")
-    for d in report.differences:
-        kind = "a tie" if d.tie else "NOT a tie"
-        click.echo(f"  {d.prompt}: differs from plain text at token {d.position}, {kind} (gap {d.gap:.1e})")
-
-
-def _show_estimate(figures: Any, free: int) -> None:
-    """What `extract --dry-run` prints."""
-    from draftcache.extract.estimate import BucketEstimate
-
-    _table(BucketEstimate, figures.buckets)
-    click.echo(f"\n{figures.bytes_per_token} bytes per token, {figures.logical_bytes} logical bytes")
-    click.echo(f"{figures.disk_bytes} bytes on disk, {free} bytes free")
-
-
-def _show_samples(path: Path, count: int) -> None:
-    """What `stats --show` prints: supervised text in green, or between marks where there are no colours."""
-    from draftcache.common.samples import read_samples
-    from draftcache.common.store import open_store
-
-    colours = sys.stdout.isatty()
-    for sample in read_samples(open_store(path), count):
-        click.echo(click.style(f"sample {sample.number}, bucket {sample.ceiling}, {sample.tokens} tokens", bold=True))
-        for text, supervised in sample.parts:
-            marked = click.style(text, fg="green", bold=True) if colours else f"[[{text}]]"
-            click.echo(marked if supervised else text, nl=False)
-        click.echo("\n")
-
-
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
     """Only the flags that were given: defaults stand in the configurations, once."""
     return {name: value for name, value in flags.items() if value is not None}
@@ -354,27 +304,3 @@ def _run_folder(resume: str, given: dict[str, Any]) -> Path:
     if resume and out is not None and Path(resume).resolve() != out.resolve():
         raise UsageError(f"--resume {resume} with --out {out}", needed="one run", do="leave --out away")
     return Path(resume) if resume else out
-
-
-def _show_training(result: Any) -> None:
-    """The summary at a run's end."""
-    end, metrics, validation = result.end, result.metrics, result.end.validation
-    words = {"finished": "finished", "stopped": "stopped as asked", "patience": "stopped: no better validation"}
-    click.echo(f"{words[end.reason]} after step {end.progress.step}, {end.progress.skipped} updates skipped")
-    for name, row in (("training", metrics), ("held out", validation)):
-        if row and row["loss"] is not None and row["accepted_length"] is not None:
-            click.echo(f"  {name}: loss {row['loss']:.4f}, accepted length {row['accepted_length']:.3f}")
-    if end.progress.best is not None:
-        best = end.progress.best
-        click.echo(f"  best validation: accepted length {best.accepted_length:.3f} at step {best.step}")
-    click.echo(f"  {result.checkpoint}")
-    if end.reason == "stopped":
-        click.echo(f"go on with: draftcache train --resume {result.checkpoint.parent}")
-
-
-def _table(cls: type[Any], rows: Sequence[Any], leave_out: Sequence[str] = ()) -> None:
-    from tabulate import tabulate
-
-    names = [f.name for f in dataclasses.fields(cls) if f.name not in leave_out]
-    head = [name.replace("_", " ") for name in names]
-    click.echo(tabulate([[getattr(row, name) for name in names] for row in rows], headers=head, floatfmt=".4g"))

@@ -32,16 +32,16 @@ MIXED_STEPS = 200
 TEACHERS = {"tokens": "none", "last": "last", "top64": "top"}
 
 
-def timed_steps(stepper: Stepper, batch: FlatBatch) -> float:
+def timed_steps(stepper: Stepper, batch: FlatBatch, warm: int = WARM, timed: int = TIMED) -> float:
     """Median seconds of a step."""
 
     def step() -> None:
         stepper.micro_step(batch)
         stepper.update()
 
-    for _ in range(WARM):
+    for _ in range(warm):
         step()
-    return seconds(step, repeat=TIMED, inner=1)
+    return seconds(step, repeat=timed, inner=1)
 
 
 def captured(built: Built, shapes: set[int]) -> CapturedStep:
@@ -142,7 +142,7 @@ def run_mixed() -> None:
     at = torch.randint(0, len(shapes), (MIXED_STEPS,), generator=torch.Generator().manual_seed(1)).tolist()
     order = [list(shapes)[i] for i in at]
     for tokens in shapes:
-        print(f"T = {tokens}: {timed_steps(stepper, batch_of(tokens)):.4f} s")
+        print(f"T = {tokens}: {timed_steps(stepper, batch_of(tokens), warm=1, timed=3):.4f} s")
     before = torch.cuda.memory_stats()
     begin = time.perf_counter()
     for tokens in order:

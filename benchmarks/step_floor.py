@@ -3,8 +3,10 @@
 Legend as in step_cases.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from tabulate import tabulate
@@ -23,6 +25,7 @@ def products(g: Geometry, teacher: str, matmul: str) -> list[Product]:
     return work.products(g.drafter, g.tokens, g.anchors, teacher.removesuffix("64"), matmul, LossConfig().chunk_slots)
 
 
+@cache
 def product_seconds(product: Product) -> float:
     """What one such product takes, on random data, back to back with itself."""
     a = torch.randn(product.rows, product.inner, device=DEVICE, dtype=torch.bfloat16)
@@ -68,7 +71,7 @@ def total_seconds(found: Sequence[Product]) -> float:
     """What these products take in all; prints each one's rate."""
     rows, total = [], 0.0
     for product in found:
-        once = product_seconds(product)
+        once = product_seconds(dataclasses.replace(product, count=1))
         torch.cuda.empty_cache()
         total += once * product.count
         rate = product.operations / product.count / once / 1e12

@@ -4,6 +4,7 @@ The builders are imported inside, so that tests without a model start without to
 """
 
 import shutil
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,12 @@ import pytest
 if TYPE_CHECKING:
     from draftcache.common.store import Store
     from draftcache.common.target import Target
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Ctrl-C works, also where a shell that put the tests into the background had switched it off."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
