@@ -11,7 +11,7 @@ import pytest
 from draftcache.common.store import Store
 from draftcache.train.checkpoint import newest_checkpoint
 from draftcache.train.settings import GeometryOptions, TrainConfig, ValidationOptions
-from draftcache.train.step import EagerStep
+from draftcache.train.step import CapturedStep, EagerStep
 
 
 def small_run(
@@ -60,15 +60,20 @@ def outcome(run: Path) -> dict[str, Any]:
     return {"name": checkpoint.name, **files, **rows}
 
 
-def steps_until(patch: pytest.MonkeyPatch, count: int, number: int = signal.SIGTERM) -> None:
-    """Let the `count`th update from now on be followed by a signal to this process."""
-    update, left = EagerStep.update, count
+def steps_until(
+    patch: pytest.MonkeyPatch,
+    count: int,
+    number: int = signal.SIGTERM,
+    kind: type[EagerStep] | type[CapturedStep] = EagerStep,
+) -> None:
+    """Let the `count`th update of this kind of step be followed by a signal to this process."""
+    update, left = kind.update, count
 
-    def signalling(step: EagerStep) -> None:
+    def signalling(step: Any) -> None:
         nonlocal left
         update(step)
         left -= 1
         if left == 0:
             os.kill(os.getpid(), number)
 
-    patch.setattr(EagerStep, "update", signalling)
+    patch.setattr(kind, "update", signalling)

@@ -131,6 +131,14 @@ def test_one_process_without_the_store_stops_all(folder: Path) -> None:
     assert errors[0].startswith("process 1: ")
 
 
+def test_a_process_that_dies_leaves_the_other_with_an_error_and_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    error = json.loads((folder / "ended-0.json").read_text())["deserted"]["error"]
+    assert error.startswith("process 0 of 2 lost touch with the others")
+    assert newest_checkpoint(folder / "deserted") == checkpoint_path(folder / "deserted", 4)  # the best validation's
+    shutil.copytree(folder / "deserted", tmp_path / "deserted")
+    assert resume(tmp_path / "deserted", {}).end.reason == "finished"
+
+
 @pytest.mark.parametrize(("size", "rank"), [("0", "0"), ("2", "2"), ("two", "0")])
 def test_impossible_worlds_are_refused(monkeypatch: pytest.MonkeyPatch, size: str, rank: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)

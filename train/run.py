@@ -43,6 +43,7 @@ from draftcache.train.settings import TrainConfig, build_config, resumed_config
 from draftcache.train.setup import resolve, settled, split_samples, versions
 from draftcache.train.slots import DeviceSlots, HostSlots, Slots
 from draftcache.train.step import CapturedStep, EagerStep, StepConfig, Stepper
+from draftcache.train.warm_start import load_start
 from draftcache.train.world import World, join_world, local_device
 
 
@@ -137,12 +138,13 @@ def _work(job: _Job, world: World) -> TrainResult:
             config,
             world,
         )
-        stepper = _stepper(config, eager, store, device, context_shapes(trained, run.batching), schedule)
+        shapes = context_shapes(trained, run.batching)
+        stepper = _stepper(job, world, eager, device, shapes, schedule)
         folder = config.out if world.first else None
         files = {WEIGHTS: drafter.state_dict(), OPTIMIZER: optimizer.state()}
         log = stack.enter_context(RunLog(folder, job.progress, run.steps, tensorboard=config.tensorboard))
         saver = stack.enter_context(Saver(folder, files, config.keep))
-        slots = stack.enter_context(_slots(job, schedule, max(context_shapes(trained, run.batching)), device))
+        slots = stack.enter_context(_slots(job, schedule, max(shapes), device))
         loop = Loop(run, config, world, eager, stepper, schedule, saver, log, job.progress)
         end = loop.run(slots)
     metrics = end.metrics or (read_rows(config.out / METRICS_NAME) or [{}])[-1]
@@ -180,25 +182,27 @@ def _load(job: _Job, drafter: Drafter, optimizer: Optimizer, device: torch.devic
     if job.checkpoint is not None:
         load_weights(drafter, load_tensors(job.checkpoint, WEIGHTS, device), job.checkpoint)
         optimizer.load(load_tensors(job.checkpoint, OPTIMIZER, device))
+    elif job.config.init_from is not None:
+        load_start(job.config.init_from, drafter, device)
 
 
 def _stepper(
-    config: TrainConfig, eager: EagerStep, store: Store, device: torch.device, shapes: set[int], schedule: Schedule
+    job: _Job, world: World, eager: EagerStep, device: torch.device, shapes: set[int], schedule: Schedule
 ) -> Stepper:
     if device.type != "cuda":
-        print("the step runs eagerly: CUDA graphs need a CUDA device", file=sys.stderr)
+        _say(world, "the step runs eagerly: CUDA graphs need a CUDA device")
         return eager
-    if config.graph is False:
+    if job.config.graph is False:
         return eager
     with naming_memory("capturing the step", "--token-budget, --anchors or --num-layers"):
         captured = CapturedStep(
             eager,
-            store.manifest.record.record_bytes,
+            job.store.manifest.record.record_bytes,
             shapes,
             device,
             held_out_shapes=frozenset(batch.tokens for batch in schedule.held_out),
         )
-    print(f"captured {captured.graphs} graphs: contexts of {sorted(shapes)} tokens and the update", file=sys.stderr)
+    _say(world, f"captured {captured.graphs} graphs: contexts of {sorted(shapes)} tokens and the update")
     return captured
 
 

@@ -21,6 +21,7 @@ from draftcache.train.checkpoint import Run
 from draftcache.train.drafter import FULL, SLIDING, DrafterConfig
 from draftcache.train.order import Batching, BucketIndex, context_shapes, epoch_batches, split, steps_per_epoch
 from draftcache.train.settings import GeometryOptions, TrainConfig
+from draftcache.train.warm_start import check_start
 
 LAYER_PATTERNS = ("full", "sliding", "sliding-last-full")
 MIN_FLEX_HEAD_DIM = 16
@@ -33,6 +34,8 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
     _check_ends(manifest.ends)
     loss = dataclasses.replace(config.loss, teacher=_teacher(config.loss.teacher, manifest.settings.teacher))
     drafter = _drafter_config(config.geometry, manifest.target, manifest.settings.layer_ids)
+    if config.init_from is not None:
+        check_start(config.init_from, drafter)
     _check_mask_token(drafter.mask_token_id, manifest.target, store)
     on_cuda = config.device.startswith("cuda")
     if on_cuda and (drafter.head_dim < MIN_FLEX_HEAD_DIM or TILE % drafter.block_size):
