@@ -207,7 +207,9 @@ def verify(store: Path) -> None:
 
 
 @cli.command()
-@click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option(
+    "--checkpoint", type=FOLDER, required=True, help="A run of `train`: its best checkpoint; or a checkpoint."
+)
 @click.option("--out", type=FOLDER, required=True, help="Folder to make.")
 @click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
 @click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")

@@ -1,6 +1,6 @@
 """The model card of an exported drafter: what it is for, what it was made from, how to serve it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -12,7 +12,12 @@ from draftcache.train.loss import default_gamma
 
 
 def model_card(
-    run: Run, layout: str, checkpoint: str, manifest: Manifest | None, measured: Sequence[dict[str, Any]]
+    run: Run,
+    layout: str,
+    checkpoint: str,
+    manifest: Manifest | None,
+    measured: Sequence[dict[str, Any]],  # name, prompts and accepted_length of prompt files
+    trained: Mapping[str, float],  # accepted length as training measured it, by the kind of samples
 ) -> str:
     """README.md as text. It depends on the run alone, so that a repeated export gives the same bytes."""
     target = run.target
@@ -25,7 +30,7 @@ def model_card(
         "## Serve",
         _serving(run, layout),
         "## Measured",
-        _measured(measured),
+        _measured(measured, trained),
         "## Target",
         _table(_target_rows(run)),
         "## Data",
@@ -63,12 +68,23 @@ def _serving(run: Run, layout: str) -> str:
     return "\n\n".join([*notes, *(f"```\n{command}\n```" for command in commands)])
 
 
-def _measured(measured: Sequence[dict[str, Any]]) -> str:
-    if not measured:
-        return "Not measured. `draftcache evaluate --drafter DRAFTER --target TARGET --data PROMPTS` measures it."
-    rows = [[m["name"], m["prompts"], f"{m['accepted_length']:.3f}"] for m in measured]
-    text = tabulate(rows, headers=["prompts", "count", "accepted length"], tablefmt="github", disable_numparse=True)
-    return f"{text}\n\nAccepted length is the number of tokens that one forward of the target yields, by real decoding."
+def _measured(measured: Sequence[dict[str, Any]], trained: Mapping[str, float]) -> str:
+    parts = []
+    if measured:
+        rows = [[m["name"], m["prompts"], f"{m['accepted_length']:.3f}"] for m in measured]
+        head = ["prompts", "count", "accepted length"]
+        parts.append(tabulate(rows, headers=head, tablefmt="github", disable_numparse=True))
+        parts.append("Accepted length is the number of tokens that one forward of the target yields, by real decoding.")
+    else:
+        parts.append(
+            "Not decoded yet. `draftcache evaluate --drafter DRAFTER --target TARGET --data PROMPTS` measures it."
+        )
+    if trained:
+        figures = ", ".join(f"{value:.3f} on {samples} samples" for samples, value in trained.items())
+        parts.append(
+            f"In training: {figures}, over anchors drawn from all positions. Along decoding's path it is lower."
+        )
+    return "\n\n".join(parts)
 
 
 def _target_rows(run: Run) -> list[tuple[str, object]]:
