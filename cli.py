@@ -277,6 +277,22 @@ def plot(runs: tuple[Path, ...], out: Path) -> None:
     click.echo(out)
 
 
+@cli.command()
+@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`: the run's own, or another.")
+@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
+@click.option("--limit", type=int, help="Use at most so many samples.")
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+def replay(**flags: Any) -> None:
+    """Accepted length of the samples of STORE that a drafter never trained on, without the target.
+
+    `along path` is what decoding those answers would log, `any anchor` what training measures on them.
+    """
+    from draftcache.train.held_out import ReplayConfig, ReplayReport, replay_held_out
+
+    _table(ReplayReport, replay_held_out(ReplayConfig(**_given(flags))))
+
+
 def main() -> NoReturn:
     """Run the command line; a DraftcacheError becomes one line on stderr and exit code 2."""
     try:

@@ -28,6 +28,7 @@ from draftcache.common.version import VERSION
 from draftcache.train.card import model_card
 from draftcache.train.checkpoint import WEIGHTS, Run, best_checkpoint, load_drafter, read_progress
 from draftcache.train.drafter import SLIDING, DrafterConfig
+from draftcache.train.drafters import ORIGIN_NAME
 from draftcache.train.parity import Parity, compare_on_store
 from draftcache.train.released import (
     CONFIG_NAME,
@@ -43,7 +44,7 @@ from draftcache.train.released import (
 )
 from draftcache.train.report import METRICS_NAME, VALIDATION_NAME
 
-CARD_NAME, RUN_COPY_NAME = "README.md", "draftcache.json"
+CARD_NAME = "README.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def _write(
     save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
     origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
-    write_json(folder / RUN_COPY_NAME, origin | {"target": target, "run": whole})
+    write_json(folder / ORIGIN_NAME, origin | {"target": target, "run": whole})
     trained = _training_figures(checkpoint)
     write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint.name, manifest, measured, trained))
     for path in folder.iterdir():
