@@ -236,6 +236,8 @@ def export(**flags: Any) -> None:
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--chat-template", type=FOLDER, help="Jinja file in place of the target's own, as in extraction.")
+@click.option("--chat-template-kwargs", help="Extra arguments of the template, as JSON, as in extraction.")
 @click.option("--temperature", type=float, help="0 is greedy; else the target samples.  [default: 0]")
 @click.option("--seed", type=int, help="Of sampling.  [default: 0]")
 @click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
@@ -288,9 +290,10 @@ def replay(**flags: Any) -> None:
 
     `along path` is what decoding those answers would log, `any anchor` what training measures on them.
     """
+    from draftcache.common.show import show_table
     from draftcache.train.held_out import ReplayConfig, ReplayReport, replay_held_out
 
-    _table(ReplayReport, replay_held_out(ReplayConfig(**_given(flags))))
+    show_table(ReplayReport, replay_held_out(ReplayConfig(**_given(flags))))
 
 
 def main() -> NoReturn:

@@ -199,7 +199,7 @@ class HeldOut:
         study = self._study
         if self._target is None:
             self._target = load_target(study.target, self._device, study.dtype)
-        prompts = {self._path: read_prompts(self._path, load_tokenizer(study.target), study.decode)}
+        prompts = {self._path: read_prompts(self._path, load_tokenizer(study.target), study.decode, {})}
         (report,) = measure(self._target, [("arm", drafter)], prompts, NEW_TOKENS, Sampling())
         unexplained = sum(not d.tie for d in report.differences)
         return {

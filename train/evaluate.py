@@ -16,8 +16,10 @@ import torch
 from tqdm import tqdm
 
 from draftcache.common import config as configs
-from draftcache.common.errors import UsageError
+from draftcache.common.errors import TargetError, UsageError
+from draftcache.common.manifest import PLAIN_ENDS
 from draftcache.common.target import Target, check_device, identify, load_target, load_tokenizer
+from draftcache.common.templates import read_template, template_arguments
 from draftcache.train.decode import DrafterRunner, Plain, TargetDecoder, speculate
 from draftcache.train.drafter import Drafter
 from draftcache.train.drafters import load_drafters
@@ -42,6 +44,8 @@ class EvaluateConfig:
     max_new_tokens: int = 128
     limit: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    chat_template: Path | None = None  # takes the place of the target's own, as in extraction
+    chat_template_kwargs: str = "{}"  # JSON
     dtype: str | None = None
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -55,10 +59,19 @@ def evaluate(config: EvaluateConfig) -> list[SetReport]:
     check_device(config.device)
     device = torch.device(config.device)
     tokenizer = load_tokenizer(config.target)
+    arguments = template_arguments(config.chat_template_kwargs)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
     identity = identify(config.target, tokenizer)
     loaded = load_drafters(config.checkpoints, config.drafters, identity, device)
-    prompts = {path: read_prompts(path, tokenizer, config.limit) for path in config.data}
+    prompts = {path: read_prompts(path, tokenizer, config.limit, arguments) for path in config.data}
     target = load_target(config.target, device, config.dtype)
+    if target.ends != PLAIN_ENDS:
+        raise TargetError(
+            f"this target does more at its ends than look up and multiply: {target.ends}",
+            needed="a target without scales or caps there, as `train` needs it too",
+            do="measure in a server that supports it",
+        )
     drafters = [(one.name, one.drafter) for one in loaded]
     return measure(target, drafters, prompts, config.max_new_tokens, config.sampling)
 
