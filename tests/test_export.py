@@ -101,6 +101,7 @@ def test_names_shapes_and_dtype_are_the_released_ones(tmp_path: Path, runs: dict
     config = read_released_config(folder)
     assert {name: tuple(w.shape) for name, w in weights.items()} == tensor_shapes(config)
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
     assert len(weights) == 2 * 11 + 3
     assert sorted(p.name for p in folder.iterdir()) == [
         "README.md",

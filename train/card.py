@@ -82,7 +82,7 @@ def _measured(measured: Sequence[dict[str, Any]], trained: Mapping[str, float]) 
     if trained:
         figures = ", ".join(f"{value:.3f} on {samples} samples" for samples, value in trained.items())
         parts.append(
-            f"In training: {figures}, over anchors drawn from all positions. Along decoding's path it is lower."
+            f"In training: {figures}, over anchors drawn from all positions; decoding takes a path of its own."
         )
     return "\n\n".join(parts)
 
@@ -92,7 +92,7 @@ def _target_rows(run: Run) -> list[tuple[str, object]]:
     return [
         ("name", t.name),
         ("architecture", t.architecture),
-        ("run in", t.dtype),
+        ("run in", t.dtype if t.quantization is None else f"{t.dtype}, quantised by {t.quantization}"),
         ("layers, width, vocabulary", f"{t.num_layers}, {t.hidden_size}, {t.vocab_size}"),
         ("weights digest", t.weights_digest),
         ("tokenizer digest", t.tokenizer_digest),
@@ -106,9 +106,11 @@ def _data(manifest: Manifest | None) -> str:
     rows = [[data.name, data.lines, data.digest] for data in manifest.data]
     files = tabulate(rows, headers=["file", "lines", "SHA-256"], tablefmt="github")
     report, settings = manifest.report, manifest.settings
+    template = "the target's own" if settings.chat_template is None else f"one given by hand, {settings.chat_template}"
     return (
         f"{files}\n\n{report.kept} of {report.read} lines kept, {report.supervised_tokens} supervised tokens, "
-        f"at most {settings.max_length} tokens a sample; stored as {settings.codec} with teacher {settings.teacher}."
+        f"at most {settings.max_length} tokens a sample; stored as {settings.codec} with teacher {settings.teacher}. "
+        f"Chat template: {template}, with arguments {settings.chat_template_kwargs}."
     )
 
 

@@ -111,6 +111,7 @@ def _write(
     build = zlab_config if config.layout == "zlab" else speculators_config
     write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
     save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # safetensors keeps it from other users
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
     origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
     write_json(folder / ORIGIN_NAME, origin | {"target": target, "run": whole})
