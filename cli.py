@@ -207,7 +207,9 @@ def verify(store: Path) -> None:
 
 
 @cli.command()
-@click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option(
+    "--checkpoint", type=FOLDER, required=True, help="A run of `train`: its best checkpoint; or a checkpoint."
+)
 @click.option("--out", type=FOLDER, required=True, help="Folder to make.")
 @click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
 @click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")
@@ -234,6 +236,8 @@ def export(**flags: Any) -> None:
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--chat-template", type=FOLDER, help="Jinja file in place of the target's own, as in extraction.")
+@click.option("--chat-template-kwargs", help="Extra arguments of the template, as JSON, as in extraction.")
 @click.option("--temperature", type=float, help="0 is greedy; else the target samples.  [default: 0]")
 @click.option("--seed", type=int, help="Of sampling.  [default: 0]")
 @click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
@@ -273,6 +277,23 @@ def plot(runs: tuple[Path, ...], out: Path) -> None:
 
     plot_runs(runs, out)
     click.echo(out)
+
+
+@cli.command()
+@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`: the run's own, or another.")
+@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
+@click.option("--limit", type=int, help="Use at most so many samples.")
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+def replay(**flags: Any) -> None:
+    """Accepted length of the samples of STORE that a drafter never trained on, without the target.
+
+    `along path` is what decoding those answers would log, `any anchor` what training measures on them.
+    """
+    from draftcache.common.show import show_table
+    from draftcache.train.held_out import ReplayConfig, ReplayReport, replay_held_out
+
+    show_table(ReplayReport, replay_held_out(ReplayConfig(**_given(flags))))
 
 
 def main() -> NoReturn:

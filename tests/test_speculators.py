@@ -1,5 +1,6 @@
 """The speculators package loads what `export --format speculators` writes, and computes the trainer's logits."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -57,11 +58,22 @@ def test_this_project_reads_it_back(folder: Path, run_folder: Path) -> None:
 
 @pytest.mark.skipif(not installed(), reason="the speculators package is not installed")
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("layout", ["speculators", "zlab"])
 def test_the_package_itself_computes_the_trainers_logits(
-    folder: Path, run_folder: Path, store: Store, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run_folder: Path,
+    store: Store,
+    target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,  # the released layout goes through the package's own converter
 ) -> None:
     core, configs = import_dflash()
     monkeypatch.chdir(target_folder.parent)  # where the verifier's name leads to its folder
+    folder = export(ExportConfig(checkpoint=run_folder, out=tmp_path / layout, layout=layout)).folder
+    if layout == "zlab":
+        converters = importlib.import_module("speculators.convert.dflash.converter")
+        converters.DFlashConverter().convert(folder, tmp_path / "converted", target_folder.name, validate=False)
+        folder = tmp_path / "converted"
     config = configs.DFlashSpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = core.DFlashDraftModel.from_pretrained(folder, config=config).float().eval()
