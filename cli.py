@@ -216,8 +216,8 @@ def verify(store: Path) -> None:
 @click.option("--measured", type=FOLDER, help="File of `evaluate --json`: puts accepted lengths into the card.")
 def export(**flags: Any) -> None:
     """Write a run's drafter as the folder that vLLM and SGLang load."""
-    from draftcache.train.export import ExportConfig
-    from draftcache.train.export import export as run
+    from draftcache.train.serving.export import ExportConfig
+    from draftcache.train.serving.export import export as run
 
     result = run(ExportConfig(**_given(flags)))
     click.echo(f"{result.folder}: {result.tensors} tensors, read back bit for bit")
@@ -249,11 +249,11 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
     Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
     from draftcache.common.show import show_table
-    from draftcache.train.evaluate import EvaluateConfig, write_reports
-    from draftcache.train.evaluate import evaluate as run
+    from draftcache.train.serving.evaluate import EvaluateConfig, write_reports
+    from draftcache.train.serving.evaluate import evaluate as run
+    from draftcache.train.serving.tally import SetReport
+    from draftcache.train.serving.verify_block import Sampling
     from draftcache.train.show import show_details
-    from draftcache.train.tally import SetReport
-    from draftcache.train.verify_block import Sampling
 
     given = _given(flags)
     sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
@@ -291,7 +291,7 @@ def replay(**flags: Any) -> None:
     `along path` is what decoding those answers would log, `any anchor` what training measures on them.
     """
     from draftcache.common.show import show_table
-    from draftcache.train.held_out import ReplayConfig, ReplayReport, replay_held_out
+    from draftcache.train.serving.held_out import ReplayConfig, ReplayReport, replay_held_out
 
     show_table(ReplayReport, replay_held_out(ReplayConfig(**_given(flags))))
 

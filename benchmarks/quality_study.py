@@ -38,17 +38,17 @@ from draftcache.common.target import Target, load_parts, load_target, load_token
 from draftcache.extract.plan import ExtractConfig
 from draftcache.extract.run import extract
 from draftcache.train.checkpoint import load_drafter
-from draftcache.train.decode import DrafterRunner
-from draftcache.train.drafter import Drafter
-from draftcache.train.evaluate import measure
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
-from draftcache.train.prompts import read_prompts
-from draftcache.train.replay import Replay, replay_stored
 from draftcache.train.run import train
+from draftcache.train.serving.decode import DrafterRunner
+from draftcache.train.serving.evaluate import measure
+from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.replay import Replay, replay_stored
+from draftcache.train.serving.verify_block import Sampling
 from draftcache.train.settings import GeometryOptions, TrainConfig, ValidationOptions
 from draftcache.train.setup import resolve
-from draftcache.train.verify_block import Sampling
 
 HELD_OUT = 20
 """One line in so many is held out."""

@@ -8,9 +8,9 @@ from draftcache.benchmarks.step_cases import FULL_SCALE, GEOMETRIES
 from draftcache.common.store import Store
 from draftcache.tests.commands import run
 from draftcache.tests.helpers import tiny_config
-from draftcache.train.drafter import Drafter
 from draftcache.train.estimate import estimate
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.work import Product, products
 

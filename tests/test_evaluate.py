@@ -16,14 +16,14 @@ from draftcache.common.target import load_target
 from draftcache.tests.commands import run
 from draftcache.tests.decoding import CPU, GREEDY, PROMPT, tiny_runner
 from draftcache.tests.stores import LAYER_IDS, messages, write_jsonl
-from draftcache.train.decode import Plain, TargetDecoder, speculate
-from draftcache.train.evaluate import TIE_ULPS, EvaluateConfig, _difference, evaluate
-from draftcache.train.export import ExportConfig, export
-from draftcache.train.prompts import read_prompts
 from draftcache.train.run import train
+from draftcache.train.serving.decode import Plain, TargetDecoder, speculate
+from draftcache.train.serving.evaluate import TIE_ULPS, EvaluateConfig, _difference, evaluate
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.tally import Tally
+from draftcache.train.serving.verify_block import Sampling
 from draftcache.train.settings import GeometryOptions, TrainConfig
-from draftcache.train.tally import Tally
-from draftcache.train.verify_block import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -18,19 +18,19 @@ from draftcache.tests.commands import run
 from draftcache.tests.helpers import taps_of
 from draftcache.tests.reader import block_logits, engine_causality, read_folder
 from draftcache.tests.runs import metrics, small_run
-from draftcache.train import parity
-from draftcache.train.anchors import draw_anchors, lay_out_blocks
 from draftcache.train.checkpoint import best_checkpoint, checkpoints, load_drafter
-from draftcache.train.drafter import FULL, SLIDING, Drafter, DrafterConfig
-from draftcache.train.export import ExportConfig, export
-from draftcache.train.parity import slot_logits
-from draftcache.train.released import (
+from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from draftcache.train.run import train
+from draftcache.train.serving import parity
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.parity import slot_logits
+from draftcache.train.serving.released import (
     check_servable,
     load_released,
     read_released_config,
     tensor_shapes,
 )
-from draftcache.train.run import train
 from draftcache.train.settings import GeometryOptions, TrainConfig
 
 CPU = torch.device("cpu")
@@ -276,7 +276,7 @@ def test_logits_that_differ_stop_the_export(
             drafter.fc.weight.copy_(drafter.fc.weight.roll(32, 1))  # the taps in another order
         return drafter
 
-    monkeypatch.setattr("draftcache.train.export.load_released", damaged)
+    monkeypatch.setattr("draftcache.train.serving.export.load_released", damaged)
     with pytest.raises(CheckpointError, match="off the trainer's"):
         exported(runs, "full", tmp_path / "x", store.path)
     assert not list(tmp_path.iterdir())

@@ -13,12 +13,12 @@ from draftcache.tests.commands import run
 from draftcache.tests.decoding import CPU, GREEDY
 from draftcache.tests.runs import small_run
 from draftcache.tests.stores import LAYER_IDS, tiny_config, tiny_store, tiny_target, write_jsonl
-from draftcache.train.decode import TargetDecoder
-from draftcache.train.evaluate import EvaluateConfig, evaluate
-from draftcache.train.export import ExportConfig, export
-from draftcache.train.held_out import ReplayConfig, replay_held_out
 from draftcache.train.optim import OptimConfig
 from draftcache.train.run import train
+from draftcache.train.serving.decode import TargetDecoder
+from draftcache.train.serving.evaluate import EvaluateConfig, evaluate
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.held_out import ReplayConfig, replay_held_out
 from draftcache.train.setup import split_samples
 
 

@@ -31,7 +31,7 @@ from draftcache.train.checkpoint import (
     read_settings,
     write_checkpoint,
 )
-from draftcache.train.drafter import Drafter
+from draftcache.train.model.drafter import Drafter
 from draftcache.train.optim import OptimConfig, Optimizer
 from draftcache.train.order import Cursor
 from draftcache.train.run import resume, train

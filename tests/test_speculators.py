@@ -11,13 +11,13 @@ from draftcache.benchmarks.quality_peer import import_dflash, installed
 from draftcache.common.store import Store, open_store
 from draftcache.common.target import load_parts
 from draftcache.tests.helpers import taps_of
-from draftcache.train import parity
-from draftcache.train.anchors import lay_out_blocks
 from draftcache.train.checkpoint import load_drafter
-from draftcache.train.export import ExportConfig, export
-from draftcache.train.parity import slot_logits
-from draftcache.train.released import load_released
+from draftcache.train.model.anchors import lay_out_blocks
 from draftcache.train.run import train
+from draftcache.train.serving import parity
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.parity import slot_logits
+from draftcache.train.serving.released import load_released
 from draftcache.train.settings import GeometryOptions, TrainConfig
 
 CPU = torch.device("cpu")

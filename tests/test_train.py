@@ -15,7 +15,7 @@ from draftcache.extract.run import extract
 from draftcache.tests.helpers import record_field
 from draftcache.tests.stores import flip_bit, tiny_config
 from draftcache.train.checkpoint import load_drafter, newest_checkpoint, read_run
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.order import Batching, context_shapes, epoch_batches
 from draftcache.train.ring import BUFFERS, Ring, fill_batch
 from draftcache.train.run import train

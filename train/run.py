@@ -31,9 +31,9 @@ from draftcache.train.checkpoint import (
     read_settings,
     write_run,
 )
-from draftcache.train.drafter import Drafter
 from draftcache.train.guards import naming_memory
 from draftcache.train.loop import End, Loop, Schedule
+from draftcache.train.model.drafter import Drafter
 from draftcache.train.optim import Optimizer
 from draftcache.train.order import BucketIndex, context_shapes, held_out_batches, training_steps
 from draftcache.train.report import METRICS_NAME, Row, RunLog, read_rows

@@ -15,10 +15,10 @@ from draftcache.common.shard import crc32c
 from draftcache.common.store import BucketSamples, Store
 from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
-from draftcache.train.anchors import MAX_CONTEXT_TOKENS
-from draftcache.train.attention import TILE
 from draftcache.train.checkpoint import Run
-from draftcache.train.drafter import FULL, SLIDING, DrafterConfig
+from draftcache.train.model.anchors import MAX_CONTEXT_TOKENS
+from draftcache.train.model.attention import TILE
+from draftcache.train.model.drafter import FULL, SLIDING, DrafterConfig
 from draftcache.train.order import Batching, BucketIndex, context_shapes, epoch_batches, split, steps_per_epoch
 from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.warm_start import check_start

@@ -21,16 +21,16 @@ from torch import Tensor
 from draftcache.common.codec import field_tensor, read_taps
 from draftcache.common.record import RecordSpec
 from draftcache.common.target import TargetParts
-from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
-from draftcache.train.attention import FlexAttention, GroupedAttention
-from draftcache.train.backbone import Backbone
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
-from draftcache.train.chunked_loss import chunked_loss
-from draftcache.train.drafter import Drafter
-from draftcache.train.head import Fp8Head, FrozenHead, Head
-from draftcache.train.loss import LossConfig, LossInputs, LossSums
+from draftcache.train.model.anchors import Blocks, draw_anchors, lay_out_blocks
+from draftcache.train.model.attention import FlexAttention, GroupedAttention
+from draftcache.train.model.backbone import Backbone
+from draftcache.train.model.chunked_loss import chunked_loss
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.model.head import Fp8Head, FrozenHead, Head
+from draftcache.train.model.loss import LossConfig, LossInputs, LossSums
+from draftcache.train.model.weights import ComputeWeights
 from draftcache.train.optim import Optimizer
-from draftcache.train.weights import ComputeWeights
 from draftcache.train.world import ALONE, World
 
 _HEAD_SUMS = ("loss", "weight", "accepted", "blocks")

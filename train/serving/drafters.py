@@ -12,8 +12,8 @@ from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, MismatchError, UsageError, first_line
 from draftcache.common.manifest import TargetIdentity
 from draftcache.train.checkpoint import load_drafter
-from draftcache.train.drafter import Drafter
-from draftcache.train.released import load_released
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.serving.released import load_released
 
 ORIGIN_NAME = "draftcache.json"
 """In an exported folder: which target, run and checkpoint it comes from."""

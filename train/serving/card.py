@@ -7,8 +7,8 @@ from tabulate import tabulate
 
 from draftcache.common.manifest import Manifest
 from draftcache.train.checkpoint import Run
-from draftcache.train.drafter import FULL, SLIDING
-from draftcache.train.loss import default_gamma
+from draftcache.train.model.drafter import FULL, SLIDING
+from draftcache.train.model.loss import default_gamma
 
 
 def model_card(

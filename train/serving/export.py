@@ -25,12 +25,13 @@ from draftcache.common.errors import CheckpointError, MismatchError, UsageError
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
 from draftcache.common.manifest import Manifest, read_manifest
 from draftcache.common.version import VERSION
-from draftcache.train.card import model_card
 from draftcache.train.checkpoint import WEIGHTS, Run, best_checkpoint, load_drafter, read_progress
-from draftcache.train.drafter import SLIDING, DrafterConfig
-from draftcache.train.drafters import ORIGIN_NAME
-from draftcache.train.parity import Parity, compare_on_store
-from draftcache.train.released import (
+from draftcache.train.model.drafter import SLIDING, DrafterConfig
+from draftcache.train.report import METRICS_NAME, VALIDATION_NAME
+from draftcache.train.serving.card import model_card
+from draftcache.train.serving.drafters import ORIGIN_NAME
+from draftcache.train.serving.parity import Parity, compare_on_store
+from draftcache.train.serving.released import (
     CONFIG_NAME,
     FORMATS,
     WEIGHTS_NAME,
@@ -42,7 +43,6 @@ from draftcache.train.released import (
     tensor_shapes,
     zlab_config,
 )
-from draftcache.train.report import METRICS_NAME, VALIDATION_NAME
 
 CARD_NAME = "README.md"
 

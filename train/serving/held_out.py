@@ -10,9 +10,9 @@ from tqdm import tqdm
 from draftcache.common.errors import MismatchError, UsageError
 from draftcache.common.store import Store, open_store
 from draftcache.common.target import check_device, load_parts
-from draftcache.train.decode import DrafterRunner
-from draftcache.train.drafters import Loaded, load_drafters
-from draftcache.train.replay import replay_stored
+from draftcache.train.serving.decode import DrafterRunner
+from draftcache.train.serving.drafters import Loaded, load_drafters
+from draftcache.train.serving.replay import replay_stored
 from draftcache.train.setup import bucket_index, split_samples
 
 

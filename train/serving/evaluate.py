@@ -20,13 +20,13 @@ from draftcache.common.errors import TargetError, UsageError
 from draftcache.common.manifest import PLAIN_ENDS
 from draftcache.common.target import Target, check_device, identify, load_target, load_tokenizer
 from draftcache.common.templates import read_template, template_arguments
-from draftcache.train.decode import DrafterRunner, Plain, TargetDecoder, speculate
-from draftcache.train.drafter import Drafter
-from draftcache.train.drafters import load_drafters
-from draftcache.train.prompts import read_prompts
-from draftcache.train.replay import replay
-from draftcache.train.tally import Difference, SetReport, Tally
-from draftcache.train.verify_block import Sampling
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.serving.decode import DrafterRunner, Plain, TargetDecoder, speculate
+from draftcache.train.serving.drafters import load_drafters
+from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.replay import replay
+from draftcache.train.serving.tally import Difference, SetReport, Tally
+from draftcache.train.serving.verify_block import Sampling
 
 TIE_ULPS = 8
 """A difference from plain decoding counts as a tie if the target's two best logits lie within so many roundings."""
