@@ -24,7 +24,8 @@ def _prompt_ids(line: Line, tokenizer: Any) -> list[int]:
         turns = list(line.messages)
         while turns and turns[-1]["role"] == "assistant":
             turns.pop()
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) if turns else ""
+        tools = list(line.tools) or None
+        text = tokenizer.apply_chat_template(turns, tools, tokenize=False, add_generation_prompt=True) if turns else ""
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise DataError(f"{line.where}: nothing stands before the answer", needed="a prompt", do="remove the line")
