@@ -16,7 +16,8 @@ from draftcache.common.target import identify, load_target
 from draftcache.extract.run import extract
 from draftcache.tests.families import FAMILIES, HIDDEN, LAYERS, VOCABULARY, family_target
 from draftcache.tests.stores import byte_tokenizer, tiny_config, tiny_data
-from draftcache.train.setup import TrainConfig, resolve
+from draftcache.train.settings import TrainConfig
+from draftcache.train.setup import resolve
 
 CPU = torch.device("cpu")
 
