@@ -1,5 +1,6 @@
 """What keeps extraction near the bare forward: no logits, buffers allocated once, two clocks, writing behind."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,17 @@ from draftcache.common import shard
 from draftcache.common.codec import put_teacher
 from draftcache.common.layout import ShardGeometry
 from draftcache.common.shard import Bytes
+from draftcache.common.stats import read_row_records
+from draftcache.common.target import load_target
 from draftcache.extract import forward as forward_module
 from draftcache.extract import run as stage_one
 from draftcache.extract import writer
-from draftcache.extract.forward import Forward
+from draftcache.extract.buckets import plan_batches
+from draftcache.extract.forward import Forward, batch_inputs
 from draftcache.extract.run import extract
 from draftcache.extract.speed import ForwardClock, Speed
-from draftcache.tests.stores import tiny_config, tiny_data
+from draftcache.tests.helpers import gpu
+from draftcache.tests.stores import LAYER_IDS, TOKEN_BUDGET, tiny_config, tiny_data
 
 CPU = torch.device("cpu")
 
@@ -104,6 +109,28 @@ def test_writing_lies_behind_the_next_forward(
     (speed,) = speeds
     assert speed.overall > 0.6 * speed.forward  # one after the other it would be half
     assert str(speed) in capsys.readouterr().err
+
+
+@gpu
+@pytest.mark.parametrize("teacher", ["last", "top"])
+def test_pinned_copies_behind_the_forward_hold_what_it_computed(
+    tmp_path: Path, target_folder: Path, teacher: str
+) -> None:
+    """Every batch again, alone and waited for: the same bytes, though buffers were used again and again."""
+    device, data = torch.device("cuda"), tiny_data(tmp_path / "d.jsonl", 14)
+    config = tiny_config(tmp_path / "store", target=target_folder, data=[data], teacher=teacher)
+    store = extract(dataclasses.replace(config, device="cuda"))
+    target, spec = load_target(target_folder, device), store.manifest.record
+    checked = 0
+    for batch in plan_batches([bucket.samples for bucket in store.buckets.values()], TOKEN_BUDGET):
+        bucket = store.buckets[batch.ceiling]
+        with Forward(target, LAYER_IDS, spec, TOKEN_BUDGET, device) as forward:
+            records = forward(*batch_inputs(bucket.samples, batch, device)).cpu()
+        for row in range(batch.count):
+            held = torch.from_numpy(read_row_records(bucket, batch.first + row))
+            assert torch.equal(held, records[row, : len(held)])
+            checked += 1
+    assert checked == 14
 
 
 def test_the_slower_side_is_named() -> None:
