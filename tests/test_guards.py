@@ -77,13 +77,14 @@ def test_a_run_stops_after_three_skipped_updates_with_a_sound_checkpoint(store: 
     assert [is_stuck(n) for n in (0, 2, 3, 4)] == [False, False, True, True]
 
 
-def test_numbers_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path, value: float) -> None:
     weights = {"x": nn.Parameter(torch.ones(5)), "n": torch.ones(1, dtype=torch.int64)}
     with Saver(tmp_path, {"drafter.safetensors": weights}, keep=2) as saver:
         saver.save(Progress(step=1))
         saver.wait()
         with torch.no_grad():
-            weights["x"][2] = math.inf
+            weights["x"][2] = value
         saver.save(Progress(step=2))
         with pytest.raises(TrainingError, match="not finite after step 2"):
             saver.wait()
