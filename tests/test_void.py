@@ -71,7 +71,7 @@ def flags(
         output[0, 12] *= 0.0  # padding of the first sample, which nobody reads
         return output
 
-    target.layers[spoil[0] if spoil else 0].register_forward_hook(change)
+    target.layers[spoil[0] if spoil else LAYER_IDS[0]].register_forward_hook(change)
     spec = record_spec(len(LAYER_IDS), HIDDEN, codec, teacher)
     with Forward(target, LAYER_IDS, spec, 3 * row_stride(64), device) as forward:
         forward(*batch_inputs(bucket, Batch(ceiling=64, shard=0, first=0, count=3), device))
