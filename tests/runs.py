@@ -10,8 +10,9 @@ import pytest
 
 from draftcache.common.store import Store
 from draftcache.train.checkpoint import newest_checkpoint
+from draftcache.train.meter import SPEED_NAMES
 from draftcache.train.settings import GeometryOptions, TrainConfig, ValidationOptions
-from draftcache.train.step import EagerStep
+from draftcache.train.step import CapturedStep, EagerStep
 
 
 def small_run(
@@ -49,7 +50,7 @@ def small_run(
 def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """A run's rows without what depends on the clock."""
     rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in SPEED_NAMES} for row in rows]
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -60,15 +61,20 @@ def outcome(run: Path) -> dict[str, Any]:
     return {"name": checkpoint.name, **files, **rows}
 
 
-def steps_until(patch: pytest.MonkeyPatch, count: int, number: int = signal.SIGTERM) -> None:
-    """Let the `count`th update from now on be followed by a signal to this process."""
-    update, left = EagerStep.update, count
+def steps_until(
+    patch: pytest.MonkeyPatch,
+    count: int,
+    number: int = signal.SIGTERM,
+    kind: type[EagerStep] | type[CapturedStep] = EagerStep,
+) -> None:
+    """Let the `count`th update of this kind of step be followed by a signal to this process."""
+    update, left = kind.update, count
 
-    def signalling(step: EagerStep) -> None:
+    def signalling(step: Any) -> None:
         nonlocal left
         update(step)
         left -= 1
         if left == 0:
             os.kill(os.getpid(), number)
 
-    patch.setattr(EagerStep, "update", signalling)
+    patch.setattr(kind, "update", signalling)

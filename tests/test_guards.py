@@ -20,7 +20,7 @@ from draftcache.train.optim import Optimizer
 from draftcache.train.report import RunLog, read_rows
 from draftcache.train.run import resume, train
 from draftcache.train.saver import Saver
-from draftcache.train.step import EagerStep, sum_names
+from draftcache.train.step import EagerStep, Work, sum_names
 
 
 def spoil(patch: pytest.MonkeyPatch, updates: set[int]) -> None:
@@ -77,13 +77,14 @@ def test_a_run_stops_after_three_skipped_updates_with_a_sound_checkpoint(store: 
     assert [is_stuck(n) for n in (0, 2, 3, 4)] == [False, False, True, True]
 
 
-def test_numbers_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_never_become_a_checkpoint(tmp_path: Path, value: float) -> None:
     weights = {"x": nn.Parameter(torch.ones(5)), "n": torch.ones(1, dtype=torch.int64)}
     with Saver(tmp_path, {"drafter.safetensors": weights}, keep=2) as saver:
         saver.save(Progress(step=1))
         saver.wait()
         with torch.no_grad():
-            weights["x"][2] = math.inf
+            weights["x"][2] = value
         saver.save(Progress(step=2))
         with pytest.raises(TrainingError, match="not finite after step 2"):
             saver.wait()
@@ -118,7 +119,7 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     with Saver(None, {"drafter.safetensors": {"x": torch.ones(3)}}, keep=1) as saver:
         saver.save(Progress(step=1))
     with RunLog(None, Progress(), 3, tensorboard=False) as log:
-        log.steps([{"step": 1, "loss": 1.0, "accepted_length": 1.0}])
+        log.steps([{"step": 1, "loss": 1.0, "accepted_length": 1.0, "tokens_s": 3.0, "wait_share": 0.0}])
         log.validation({"step": 1, "loss": 1.0, "accepted_length": 1.0})
         log.sync()
     assert list(tmp_path.iterdir()) == []
@@ -129,7 +130,7 @@ def test_out_of_memory_names_the_part_and_what_to_lower(store: Store, tmp_path: 
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert str(raised.value) == "out of memory for the moon; needed: memory for it; do: lower --gravity"
 
-    def greedy(_step: EagerStep, _batch: FlatBatch) -> None:
+    def greedy(_step: EagerStep, _batch: FlatBatch, _loaded: Work) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -277,3 +277,18 @@ def test_a_split_follows_the_share_and_keeps_equal_samples_together() -> None:
     assert 400 < len(chosen) < 600
     assert set(chosen.tolist()) == {int(n) ^ 1 for n in chosen}
     assert split(many, {64: np.arange(5000)}, 0.0)[1] == {}
+
+
+def test_all_samples_of_a_line_are_on_one_side() -> None:
+    """A line whose history is rewritten gives several samples that begin alike, often in several buckets."""
+    lines = list(range(1000))
+    buckets = {64: index(lines, [30] * 1000), 128: index(lines + lines[:300], [100] * 1300)}
+    digests = {64: np.arange(1000) * 17, 128: np.arange(1300) * 31 + 5}
+    trained, held_out = split(buckets, digests, 0.2)
+    sides = [{int(n) for held in part.values() for n in held.samples} for part in (trained, held_out)]
+    assert not sides[0] & sides[1]
+    assert 120 < len(sides[1]) < 280
+    lonely = {64: index([3], [30]), 128: index([3, 4, 5], [100] * 3)}
+    trained, held_out = split(lonely, {64: np.zeros(1, np.int64), 128: np.zeros(3, np.int64)}, 0.9)
+    assert sorted(trained[128].samples.tolist()) == sorted({3, 4, 5} - set(held_out[128].samples.tolist()))
+    assert trained[64].samples.tolist() == [3]

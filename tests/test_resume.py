@@ -15,6 +15,7 @@ import torch
 from draftcache.common.errors import CheckpointError, MismatchError, StoreError, UsageError
 from draftcache.common.store import Store, lock_store
 from draftcache.tests.commands import Outcome, run
+from draftcache.tests.helpers import gpu, tiny_config
 from draftcache.tests.runs import metrics, outcome, small_run, steps_until
 from draftcache.tests.stores import tiny_store
 from draftcache.train.checkpoint import (
@@ -30,11 +31,12 @@ from draftcache.train.checkpoint import (
     read_settings,
     write_checkpoint,
 )
-from draftcache.train.drafter import Drafter
+from draftcache.train.model.drafter import Drafter
 from draftcache.train.optim import OptimConfig, Optimizer
 from draftcache.train.order import Cursor
 from draftcache.train.run import resume, train
 from draftcache.train.settings import build_config, resumed_config
+from draftcache.train.step import CapturedStep
 
 Capture = pytest.CaptureFixture[str]
 
@@ -137,7 +139,7 @@ def test_ctrl_c_stops_like_sigterm_and_a_second_one_at_once(store: Store, tmp_pa
     assert (stopped.end.progress.step, stopped.end.signal) == (2, signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
     with pytest.MonkeyPatch.context() as patch:
-        steps_until(patch, 2, signal.SIGINT)
+        steps_until(patch, 1, signal.SIGINT)
         patch.setattr("draftcache.train.loop.metrics_row", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             train(small_run(store, tmp_path / "twice", save_every=None))
@@ -216,8 +218,6 @@ def test_step_numbers_beyond_eight_digits_are_still_ordered(tmp_path: Path) -> N
 
 
 def test_an_optimizer_is_loaded_in_place_and_strictly() -> None:
-    from draftcache.tests.helpers import tiny_config
-
     drafter = Drafter(tiny_config())
     optimizer = Optimizer(drafter.parameters(), OptimConfig(), 10)
     addresses = {name: value.data_ptr() for name, value in optimizer.state().items()}
@@ -307,3 +307,16 @@ def test_state_is_json_that_a_person_can_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, Progress(step=3, best=Best(step=2, accepted_length=1.25)), {})
     state = json.loads((checkpoint_path(tmp_path, 3) / "state.json").read_text())
     assert state["best"] == {"step": 2, "accepted_length": 1.25}
+
+
+@gpu
+def test_a_stopped_and_resumed_run_is_bit_equal_on_the_gpu_too(store: Store, tmp_path: Path) -> None:
+    """Captured, with `--deterministic`; the checkpoint is loaded before the graphs are captured."""
+    config = dataclasses.replace(small_run(store, tmp_path / "whole"), device="cuda", deterministic=True)
+    train(config)
+    with pytest.MonkeyPatch.context() as patch:
+        steps_until(patch, 5, kind=CapturedStep)
+        stopped = train(dataclasses.replace(config, out=tmp_path / "stopped"))
+    assert stopped.end.progress.step == 5
+    resume(tmp_path / "stopped", {})
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from draftcache.common.errors import UsageError
 from draftcache.common.store import Store
+from draftcache.tests.helpers import gpu
 from draftcache.tests.runs import metrics, outcome, small_run, steps_until
 from draftcache.tests.stores import tiny_store
 from draftcache.tests.world_worker import SCENARIOS
@@ -129,6 +130,29 @@ def test_one_process_without_the_store_stops_all(folder: Path) -> None:
     errors = [end["error"] for end in ended(folder, "no_store")]
     assert all("store-missing has no manifest.json" in error for error in errors)
     assert errors[0].startswith("process 1: ")
+
+
+def test_a_process_that_dies_leaves_the_other_with_an_error_and_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    error = json.loads((folder / "ended-0.json").read_text())["deserted"]["error"]
+    assert error.startswith("process 0 of 2 lost touch with the others")
+    assert newest_checkpoint(folder / "deserted") == checkpoint_path(folder / "deserted", 4)  # the best validation's
+    shutil.copytree(folder / "deserted", tmp_path / "deserted")
+    assert resume(tmp_path / "deserted", {}).end.reason == "finished"
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_equal_one_with_twice_the_accumulation(store: Store, tmp_path: Path) -> None:
+    """Through NCCL, with the reduction inside the captured update; started as a user would."""
+    flags = ["--store", store.path, "--num-layers", 1, "--block-size", 4, "--token-budget", 256, "--anchors", 32]
+    flags += ["--steps", 9, "--validation-share", 0.2, "--validate-every", 4, "--log-every", 2, "--device", "cuda"]
+    alone = [sys.executable, "-m", "draftcache", "train", "--out", tmp_path / "alone", "--accumulate", 4, *flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m"]
+    both = [*launcher, "draftcache", "train", "--out", tmp_path / "both", "--accumulate", 2, *flags]
+    for command in (alone, both):
+        subprocess.run(list(map(str, command)), check=True, timeout=PATIENCE_S)
+    assert read_run(tmp_path / "both").micro_batches == 4
+    close_to(tmp_path / "both", tmp_path / "alone", 3e-2)
 
 
 @pytest.mark.parametrize(("size", "rank"), [("0", "0"), ("2", "2"), ("two", "0")])

@@ -68,8 +68,17 @@ def no_store(folder: Path) -> TrainResult:
     return train(dataclasses.replace(config, store=folder / f"store{'' if RANK == 0 else '-missing'}"))
 
 
+def deserted(folder: Path) -> TrainResult:
+    """The second process dies on the way. The last scenario, for it does not come back."""
+    with pytest.MonkeyPatch.context() as patch:
+        if RANK == 1:
+            patch.setattr("os.kill", lambda *_: os._exit(0))
+            steps_until(patch, 5)
+        return train(small_run(open_store(folder / "store"), folder / "deserted"))
+
+
 SCENARIOS: tuple[Callable[[Path], TrainResult], ...] = (
-    *(fresh, narrow, resumed, uneven, one_sample, stopped, other_flags, no_store),
+    *(fresh, narrow, resumed, uneven, one_sample, stopped, other_flags, no_store, deserted),
 )
 
 
@@ -85,7 +94,7 @@ def main(folder: Path) -> None:
             ended[scenario.__name__] = {"reason": end.reason, "taken": end.progress.taken}
         except DraftcacheError as error:
             ended[scenario.__name__] = {"error": str(error)}
-    (folder / f"ended-{RANK}.json").write_text(json.dumps(ended))
+        (folder / f"ended-{RANK}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Everything is ordered by a 32-bit hash of (seed, epoch, number), the same one th
 on no generator and no library version. A step consumes `world size x accumulation` micro-batches of the list; an
 epoch's last step is filled up with empty ones. So a cursor of two numbers says where a run stands.
 
-Some samples are held out for validation: by the hash of their tokens, whatever seed, order or number of processes.
+Some lines' samples are held out for validation: by the hash of their tokens, whatever seed or number of processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,17 +131,20 @@ def split(
 ) -> tuple[dict[int, BucketIndex], dict[int, BucketIndex]]:
     """Samples to train on and samples held out, about `share` of all; buckets without any are left out.
 
-    Equal samples fall on one side. A bucket that would be held out whole is trained on whole.
+    Samples of one number (they begin alike) and lines that are equal fall on one side. No bucket is held out whole.
     """
-    trained, held_out = {}, {}
-    for ceiling, index in buckets.items():
-        chosen = hash32(0, 0, digests[ceiling], salt=2) < int(share * 2**32)
-        if chosen.all():
-            chosen = ~chosen
-        trained[ceiling] = index.part(~chosen)
-        if chosen.any():
-            held_out[ceiling] = index.part(chosen)
-    return trained, held_out
+    numbers = np.concatenate([index.samples for index in buckets.values()])
+    lines, line_of = np.unique(numbers, return_inverse=True)
+    smallest = np.full(len(lines), np.iinfo(np.int64).max)
+    np.minimum.at(smallest, line_of, np.concatenate([digests[ceiling] for ceiling in buckets]))
+    chosen = set(lines[hash32(0, 0, smallest, salt=2) < int(share * 2**32)].tolist())
+    for index in buckets.values():
+        if chosen.issuperset(index.samples.tolist()):
+            chosen.difference_update(index.samples.tolist())
+    held = np.array(sorted(chosen), dtype=np.int64)
+    parts = {ceiling: np.isin(index.samples, held) for ceiling, index in buckets.items()}
+    trained = {ceiling: index.part(~parts[ceiling]) for ceiling, index in buckets.items()}
+    return trained, {ceiling: buckets[ceiling].part(part) for ceiling, part in parts.items() if part.any()}
 
 
 def epoch_batches(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, epoch: int) -> list[MicroBatch]:

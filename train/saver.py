@@ -5,6 +5,7 @@ weights. The next update, which writes them, waits for the copy. The host waits 
 the checkpoint before.
 """
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +49,7 @@ class Saver:
         if self._folder is None:
             return
         self.wait()
-        finite = torch.stack([t.isfinite().all() for t in self._sources if t.is_floating_point()]).all()
+        finite = _all_finite(self._sources)
         twins = [twin for tensors in self._files.values() for twin in tensors.values()]
         if self._on_cuda:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -101,6 +102,12 @@ class Saver:
         write_checkpoint(folder, progress, self._files)
         prune(folder, self._keep)
         return checkpoint_path(folder, progress.step)
+
+
+def _all_finite(tensors: list[Tensor]) -> Tensor:
+    """[] bool, on the device, by the largest magnitudes: no other memory than theirs."""
+    largest = [torch.linalg.vector_norm(t.detach(), math.inf).float() for t in tensors if t.is_floating_point()]
+    return torch.stack(largest).isfinite().all()
 
 
 def _host_twins(files: Mapping[str, dict[str, Tensor]]) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:

@@ -10,8 +10,9 @@ import torch
 
 from draftcache.common.errors import CheckpointError, UsageError
 from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
+from draftcache.train.warm_start import released_options
 
 MATMULS = ("bf16", "fp8")
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -106,10 +107,15 @@ _PARTS = {"geometry": GeometryOptions, "loss": LossConfig, "optim": OptimConfig,
 
 
 def build_config(given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a new run from the flags that were given, by their names; the parts' flags lie flat."""
+    """The configuration of a new run from the flags that were given, by their names; the parts' flags lie flat.
+
+    Where the run begins with a released drafter, the geometry is that one's unless flags say otherwise.
+    """
     for name in ("store", "out"):
         if name not in given:
             raise UsageError(f"no --{name}", needed="a store and a folder for the run", do=f"pass --{name}")
+    if "init_from" in given:
+        given = released_options(given["init_from"]) | dict(given)
     parts = {part: cls(**_take(given, cls)) for part, cls in _PARTS.items()}
     inner = {f.name for cls in _PARTS.values() for f in dataclasses.fields(cls)}
     return TrainConfig(**{name: value for name, value in given.items() if name not in inner}, **parts)
@@ -119,7 +125,8 @@ def resumed_config(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """A saved run's configuration with the flags given now. Raises CheckpointError naming every one that differs."""
     changed = []
     wanted = saved
-    for name, value in given.items():
+    for name, asked in given.items():
+        value: Any = asked.resolve() if isinstance(asked, Path) else asked
         part = next((part for part, cls in _PARTS.items() if name in {f.name for f in dataclasses.fields(cls)}), None)
         held = getattr(getattr(saved, part) if part else saved, name)
         same_kind = name == "device" and value.split(":")[0] == held.split(":")[0]

@@ -42,15 +42,17 @@ class World:
         if self.size == 1:
             return
         sent = tensor if dtype in (None, tensor.dtype) else tensor.to(dtype)
-        dist.all_reduce(sent)
+        with self._in_touch():
+            dist.all_reduce(sent)
         if sent is not tensor:
             tensor.copy_(sent)
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
         """Overwrite every process's tensors with the first one's."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            with self._in_touch():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process; every process must ask."""
@@ -81,7 +83,7 @@ class World:
     def _gather(self, value: Any) -> list[Any]:
         """Every process's JSON value."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        try:
+        with self._in_touch():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]))
             longest = max(int(size) for size in sizes)
@@ -89,13 +91,21 @@ class World:
             padded[: len(data)] = data
             held = [torch.zeros_like(padded) for _ in range(self.size)]
             dist.all_gather(held, padded)
+        return [json.loads(bytes(part[: int(size)].tolist()).decode()) for part, size in zip(held, sizes, strict=True)]
+
+    @contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        """Turn the silence of another process into an error that says so."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise TrainingError(
                 f"process {self.rank} of {self.size} lost touch with the others: {first_line(error)}",
                 needed="every process of the run",
                 do="look at what the other processes said, then go on with `draftcache train --resume`",
             ) from None
-        return [json.loads(bytes(part[: int(size)].tolist()).decode()) for part, size in zip(held, sizes, strict=True)]
 
 
 ALONE = World()
