@@ -129,6 +129,12 @@ def test_stats_and_verify_count_void_samples_apart(void_store: Store, capsys: py
     assert (report.samples, report.void, report.damage) == (8, 2, ())
     assert "2 samples are void" in run(capsys, "stats", "--store", void_store.path).out
     assert "2 void" in run(capsys, "verify", "--store", void_store.path).out
+    shown = run(capsys, "stats", "--store", void_store.path, "--show", 3).out
+    assert [line.endswith(", void") for line in shown.splitlines() if line.startswith("sample ")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_too_many_void_samples_stop_the_run(tmp_path: Path, broken_target: Path) -> None:
