@@ -207,15 +207,17 @@ def verify(store: Path) -> None:
 
 
 @cli.command()
-@click.option("--checkpoint", type=FOLDER, required=True, help="Folder of a run made by `train`.")
+@click.option(
+    "--checkpoint", type=FOLDER, required=True, help="A run of `train`: its best checkpoint; or a checkpoint."
+)
 @click.option("--out", type=FOLDER, required=True, help="Folder to make.")
 @click.option("--format", "layout", type=click.Choice(["zlab", "speculators"]), help="[default: zlab]")
 @click.option("--store", type=FOLDER, help="The run's store: lists the data in the card, and compares logits on it.")
 @click.option("--measured", type=FOLDER, help="File of `evaluate --json`: puts accepted lengths into the card.")
 def export(**flags: Any) -> None:
     """Write a run's drafter as the folder that vLLM and SGLang load."""
-    from draftcache.train.export import ExportConfig
-    from draftcache.train.export import export as run
+    from draftcache.train.serving.export import ExportConfig
+    from draftcache.train.serving.export import export as run
 
     result = run(ExportConfig(**_given(flags)))
     click.echo(f"{result.folder}: {result.tensors} tensors, read back bit for bit")
@@ -234,6 +236,8 @@ def export(**flags: Any) -> None:
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
 @click.option("--max-new-tokens", type=int, help="Tokens decoded per prompt.  [default: 128]")
 @click.option("--limit", type=int, help="Use at most so many prompts per file.")
+@click.option("--chat-template", type=FOLDER, help="Jinja file in place of the target's own, as in extraction.")
+@click.option("--chat-template-kwargs", help="Extra arguments of the template, as JSON, as in extraction.")
 @click.option("--temperature", type=float, help="0 is greedy; else the target samples.  [default: 0]")
 @click.option("--seed", type=int, help="Of sampling.  [default: 0]")
 @click.option("--dtype", type=DTYPES, help="Of the target.  [default: its own]")
@@ -245,11 +249,11 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
     Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
     from draftcache.common.show import show_table
-    from draftcache.train.evaluate import EvaluateConfig, write_reports
-    from draftcache.train.evaluate import evaluate as run
+    from draftcache.train.serving.evaluate import EvaluateConfig, write_reports
+    from draftcache.train.serving.evaluate import evaluate as run
+    from draftcache.train.serving.tally import SetReport
+    from draftcache.train.serving.verify_block import Sampling
     from draftcache.train.show import show_details
-    from draftcache.train.tally import SetReport
-    from draftcache.train.verify_block import Sampling
 
     given = _given(flags)
     sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
@@ -273,6 +277,23 @@ def plot(runs: tuple[Path, ...], out: Path) -> None:
 
     plot_runs(runs, out)
     click.echo(out)
+
+
+@cli.command()
+@click.option("--store", type=FOLDER, required=True, help="Store made by `extract`: the run's own, or another.")
+@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
+@click.option("--limit", type=int, help="Use at most so many samples.")
+@click.option("--device", help="Torch device.  [default: cuda if there is one]")
+def replay(**flags: Any) -> None:
+    """Accepted length of the samples of STORE that a drafter never trained on, without the target.
+
+    `along path` is what decoding those answers would log, `any anchor` what training measures on them.
+    """
+    from draftcache.common.show import show_table
+    from draftcache.train.serving.held_out import ReplayConfig, ReplayReport, replay_held_out
+
+    show_table(ReplayReport, replay_held_out(ReplayConfig(**_given(flags))))
 
 
 def main() -> NoReturn:

@@ -25,11 +25,11 @@ from draftcache.common.codec import field_tensor, read_taps
 from draftcache.common.store import Store
 from draftcache.train.batch import FlatBatch, view_batch
 from draftcache.train.checkpoint import Run
-from draftcache.train.loss import default_gamma
+from draftcache.train.model.loss import default_gamma
 from draftcache.train.optim import learning_rate
 from draftcache.train.order import context_shapes, epoch_batches
-from draftcache.train.released import speculators_config, tensor_shapes
 from draftcache.train.ring import Ring
+from draftcache.train.serving.released import speculators_config, tensor_shapes
 from draftcache.train.setup import bucket_index
 
 _UNUSED = (

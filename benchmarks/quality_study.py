@@ -38,17 +38,17 @@ from draftcache.common.target import Target, load_parts, load_target, load_token
 from draftcache.extract.plan import ExtractConfig
 from draftcache.extract.run import extract
 from draftcache.train.checkpoint import load_drafter
-from draftcache.train.decode import DrafterRunner
-from draftcache.train.drafter import Drafter
-from draftcache.train.evaluate import measure
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
-from draftcache.train.prompts import read_prompts
-from draftcache.train.replay import Replay, replay_stored
 from draftcache.train.run import train
-from draftcache.train.settings import GeometryOptions, TrainConfig
+from draftcache.train.serving.decode import DrafterRunner
+from draftcache.train.serving.evaluate import measure
+from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.replay import Replay, replay_stored
+from draftcache.train.serving.verify_block import Sampling
+from draftcache.train.settings import GeometryOptions, TrainConfig, ValidationOptions
 from draftcache.train.setup import resolve
-from draftcache.train.verify_block import Sampling
 
 HELD_OUT = 20
 """One line in so many is held out."""
@@ -148,6 +148,7 @@ def train_arm(study: Study, arm: Arm, seed: int, out: Path) -> tuple[Drafter, fl
         geometry=GeometryOptions(num_layers=study.layers, block_size=arm.block_size, mask_token_id=study.mask_token_id),
         loss=LossConfig(teacher=arm.teacher, weighting=arm.weighting, gamma=arm.gamma),
         optim=OptimConfig(lr=study.lr),
+        validation=ValidationOptions(validation_share=0.0),  # what is held out never was in the store
         batching=arm.batching,
         token_budget=study.token_budget,
         anchors=study.anchors,
@@ -198,7 +199,7 @@ class HeldOut:
         study = self._study
         if self._target is None:
             self._target = load_target(study.target, self._device, study.dtype)
-        prompts = {self._path: read_prompts(self._path, load_tokenizer(study.target), study.decode)}
+        prompts = {self._path: read_prompts(self._path, load_tokenizer(study.target), study.decode, {})}
         (report,) = measure(self._target, [("arm", drafter)], prompts, NEW_TOKENS, Sampling())
         unexplained = sum(not d.tie for d in report.differences)
         return {

@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader
 from transformers import Qwen3Config
 
 from draftcache.benchmarks.step_cases import DEVICE, SUPERVISED_FROM, Geometry
-from draftcache.train.drafter import INIT_STD, SLIDING
+from draftcache.train.model.drafter import INIT_STD, SLIDING
 
 LOSSES = {"last": ("kl_div", "fixed-exp-decay"), "argmax": ("ce", "dpace")}
 """Loss and weights by slot for each teacher: the full distribution, or its argmax, which is the package's default."""

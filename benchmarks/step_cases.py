@@ -11,8 +11,8 @@ from draftcache.common.layout import CHUNK_TOKENS
 from draftcache.common.record import RecordSpec, record_spec
 from draftcache.common.target import TargetParts
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
-from draftcache.train.drafter import FULL, SLIDING, Drafter, DrafterConfig
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig, Optimizer
 from draftcache.train.step import EagerStep, StepConfig
 

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from draftcache.benchmarks.step_cases import DEVICE, SUPERVISED_FROM, Geometry
 from draftcache.train import work
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.work import Product
 
 SUSTAIN_S = 0.4

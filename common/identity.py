@@ -40,8 +40,10 @@ def says_tied(config: Any) -> bool:
     return any(bool(getattr(c, "tie_word_embeddings", False)) for c in (config, config.get_text_config()))
 
 
-def quantization(config: Any) -> str | None:
+def quantization(folder: Path, config: Any) -> str | None:
     """The method by which the weights are quantised, or None."""
+    if any(path.suffix == ".gguf" for path in weight_files(folder)):
+        return "gguf"
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -196,7 +197,7 @@ def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetId
         config_digest=hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
         weights_digest=weights_digest(folder),
         tokenizer_digest=tokenizer_digest(folder),
-        quantization=quantization(config),
+        quantization=quantization(folder, config),
         template_digest=hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
     )
 
@@ -279,6 +280,7 @@ def _load_model(folder: Path, config: Any, dtype: str | None, device_map: str | 
             device_map=device_map,
             local_files_only=True,
             output_loading_info=True,
+            **_gguf_arguments(folder, config),
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise TargetError(
@@ -286,6 +288,19 @@ def _load_model(folder: Path, config: Any, dtype: str | None, device_map: str | 
         ) from None
     model, info = loaded
     return model, sorted(info["missing_keys"])
+
+
+def _gguf_arguments(folder: Path, config: Any) -> dict[str, Any]:
+    """What transformers must be told where a GGUF file is all there is: to read it by config.json, and unpacked."""
+    files = weight_files(folder)
+    if any(path.suffix != ".gguf" for path in files):
+        return {}
+    if len(files) != 1:
+        raise TargetError(f"{folder} holds {len(files)} GGUF files", needed="one", do="move the others away")
+    named = {"gguf_file": files[0].name, "config": config}
+    if not hasattr(transformers, "GgufConfig"):  # before 5.20 or so they were always unpacked
+        return named
+    return named | {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

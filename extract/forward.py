@@ -54,7 +54,7 @@ class Forward:
         input_ids: Tensor,  # [n, C] int64
         lengths: Tensor,  # [n] int64
     ) -> Tensor:  # [n, S, R] uint8, zero beyond each length; overwritten by the next call
-        """Run one batch; nothing here waits for the device."""
+        """Run one batch. Nothing here waits for the device; transformers does once, for the batch before it."""
         rows, ceiling = input_ids.shape
         stride, nbytes = row_stride(ceiling), self._record.record_bytes
         records = self._buffer[: rows * stride * nbytes].view(rows, stride, nbytes)

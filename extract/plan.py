@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from draftcache.common.data import read_lines
-from draftcache.common.errors import DataError, UsageError, first_line
+from draftcache.common.errors import DataError, UsageError
 from draftcache.common.layout import (
     DEFAULT_CEILINGS,
     DEFAULT_TOKEN_BUDGET,
@@ -37,6 +36,7 @@ from draftcache.common.manifest import (
 )
 from draftcache.common.store import BucketSamples
 from draftcache.common.target import check_layer_ids, default_layer_ids, identify, load_tokenizer, read_config
+from draftcache.common.templates import read_template, template_arguments
 from draftcache.common.version import VERSION
 from draftcache.extract.buckets import Batch, fill_buckets, plan_batches
 from draftcache.extract.template import Template, Tokens, tokenize
@@ -121,9 +121,9 @@ def make_plan(config: ExtractConfig) -> Plan:
     check_layer_ids(layer_ids, layers)
     tokenizer = load_tokenizer(config.target)
     identity = identify(config.target, tokenizer, config.dtype)
-    arguments = _template_arguments(config.chat_template_kwargs)
+    arguments = template_arguments(config.chat_template_kwargs)
     if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(config.chat_template)
+        tokenizer.chat_template = read_template(config.chat_template)
     digests = _digest_data(config.data)
     template = Template(
         tokenizer=tokenizer,
@@ -142,27 +142,6 @@ def make_plan(config: ExtractConfig) -> Plan:
         batches=tuple(plan_batches(buckets, config.token_budget)),
         chat_template=config.chat_template,
     )
-
-
-def _template_arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        found = first_line(error)
-    if not isinstance(found, dict):
-        raise UsageError(
-            f"--chat-template-kwargs {text}: {found}",
-            needed="a JSON object",
-            do='pass for example {"enable_thinking": false}',
-        )
-    return found
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {first_line(error)}", needed="a Jinja file", do="check --chat-template") from None
 
 
 def _digest_data(paths: Sequence[Path]) -> dict[Path, str]:
@@ -260,8 +239,8 @@ def _manifest(
             limit=config.limit,
             codec=config.codec,
             teacher=config.teacher,
-            chat_template=None if config.chat_template is None else _text_digest(_read_template(config.chat_template)),
-            chat_template_kwargs=json.dumps(_template_arguments(config.chat_template_kwargs), sort_keys=True),
+            chat_template=None if config.chat_template is None else _text_digest(read_template(config.chat_template)),
+            chat_template_kwargs=json.dumps(template_arguments(config.chat_template_kwargs), sort_keys=True),
         ),
         final_norm_applied=True,
         data=data,

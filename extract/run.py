@@ -45,6 +45,8 @@ def extract(config: ExtractConfig) -> Store:
         name = ranks.device_name(config.device)
         check_device(name)
         device = torch.device(name)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
         try:
             store = _lead(config, ranks, device) if ranks.rank == 0 else _follow(config, ranks, device)
         except OSError as error:
@@ -61,6 +63,47 @@ def extract(config: ExtractConfig) -> Store:
 def dry_run(config: ExtractConfig) -> tuple[Estimate, int]:
     """What the store would take, and the free bytes of its disk. Needs no weights and writes nothing there."""
     return estimate(make_plan(config), config.target), free_bytes(config.store)
+
+
+def write_all(
+    plan: Plan,
+    todo: Sequence[Batch],
+    store: Store,
+    forward: Forward,
+    target: Target,
+    max_void: float,
+    ranks: Ranks,
+) -> Speed | None:
+    """Run these batches and commit each as a shard of the store; how fast that went, None if there were none.
+
+    Raises TargetError if a later proof fails, or if more than `max_void` of the samples are void.
+    """
+    samples, tokens = sum(batch.count for batch in todo), 0
+    device, clock = forward.device, ForwardClock(forward.device)
+    with (
+        Journal(store.path, ranks.rank) as journal,
+        Writer(journal, plan.max_tokens * store.manifest.record.record_bytes, device) as writer,
+        tqdm(total=samples, desc="extract", unit=" samples", disable=None if ranks.rank == 0 else True) as bar,
+    ):
+        begin = time.perf_counter()  # the buffers stand
+        for number, batch in enumerate(todo):
+            bucket = plan.bucket(batch)
+            input_ids, lengths = batch_inputs(bucket, batch, device)
+            with clock.running():
+                records = forward(input_ids, lengths)
+            if number and number % PROVE_EVERY == 0:
+                _prove(plan, target, forward, input_ids, lengths, records)
+            real, _ = bucket.rows(range(batch.first, batch.first + batch.count))
+            copied = writer.submit(batch, store.buckets[batch.ceiling], records, real, forward.void)
+            forward.being_read_until(copied)
+            tokens += sum(real)
+            _check_void(writer.void_samples, samples, max_void)
+            bar.update(batch.count)
+        writer.finish()
+        wall, forward_seconds = time.perf_counter() - begin, clock.seconds()
+    if not todo:
+        return None
+    return Speed(forward=tokens / forward_seconds, writing=tokens / writer.seconds, overall=tokens / wall)
 
 
 def _lead(config: ExtractConfig, ranks: Ranks, device: torch.device) -> Store:
@@ -83,7 +126,7 @@ def _lead(config: ExtractConfig, ranks: Ranks, device: torch.device) -> Store:
             _prove_first(plan, batches[0], target, forward, device)
             store = found or _begin_store(config, plan, target)
             ranks.from_first(todo)
-            _write_all(plan, batches[:: ranks.size], store, forward, target, config.max_void, ranks)
+            _say(write_all(plan, batches[:: ranks.size], store, forward, target, config.max_void, ranks), ranks)
         ranks.meet()
     return store
 
@@ -99,7 +142,8 @@ def _follow(config: ExtractConfig, ranks: Ranks, device: torch.device) -> Store:
     plan = _stored_plan(store)
     batches = [plan.batches[i] for i in todo]
     with _forward(plan, target, device) as forward:
-        _write_all(plan, batches[ranks.rank :: ranks.size], store, forward, target, config.max_void, ranks)
+        share = batches[ranks.rank :: ranks.size]
+        _say(write_all(plan, share, store, forward, target, config.max_void, ranks), ranks)
     ranks.meet()
     return store
 
@@ -188,42 +232,6 @@ def _begin_store(config: ExtractConfig, plan: Plan, target: Target) -> Store:
     return Store(config.store, manifest)
 
 
-def _write_all(
-    plan: Plan,
-    todo: Sequence[Batch],
-    store: Store,
-    forward: Forward,
-    target: Target,
-    max_void: float,
-    ranks: Ranks,
-) -> None:
-    samples, tokens = sum(batch.count for batch in todo), 0
-    device, clock, begin = forward.device, ForwardClock(forward.device), time.perf_counter()
-    with (
-        Journal(store.path, ranks.rank) as journal,
-        Writer(journal, plan.max_tokens * store.manifest.record.record_bytes, device) as writer,
-        tqdm(total=samples, desc="extract", unit=" samples", disable=None if ranks.rank == 0 else True) as bar,
-    ):
-        for number, batch in enumerate(todo):
-            bucket = plan.bucket(batch)
-            input_ids, lengths = batch_inputs(bucket, batch, device)
-            with clock.running():
-                records = forward(input_ids, lengths)
-            if number and number % PROVE_EVERY == 0:
-                _prove(plan, target, forward, input_ids, lengths, records)
-            real, _ = bucket.rows(range(batch.first, batch.first + batch.count))
-            copied = writer.submit(batch, store.buckets[batch.ceiling], records, real, forward.void)
-            forward.being_read_until(copied)
-            tokens += sum(real)
-            _check_void(writer.void_samples, samples, max_void)
-            bar.update(batch.count)
-        forward_seconds = clock.seconds()
-    if todo:
-        wall = time.perf_counter() - begin
-        speed = Speed(forward=tokens / forward_seconds, writing=tokens / writer.seconds, overall=tokens / wall)
-        print(f"rank {ranks.rank}: {speed}" if ranks.size > 1 else speed, file=sys.stderr)
-
-
 def _check_void(void: int, samples: int, max_void: float) -> None:
     if void > max_void * samples:
         raise TargetError(
@@ -231,3 +239,8 @@ def _check_void(void: int, samples: int, max_void: float) -> None:
             needed=f"at most {max_void:.0%} of them, as --max-void says",
             do="check the weights, or try another --dtype; what was written stays, and such rows are never trained on",
         )
+
+
+def _say(speed: Speed | None, ranks: Ranks) -> None:
+    if speed is not None:
+        print(f"rank {ranks.rank}: {speed}" if ranks.size > 1 else speed, file=sys.stderr)

@@ -72,13 +72,18 @@ class Writer:
         self._pending.append((self._thread.submit(self._commit, batch, bucket, held, list(lengths)), held.buffer))
         return held.copied
 
+    def finish(self) -> None:
+        """Wait until everything submitted is committed."""
+        while self._pending:
+            self._finish_oldest()
+
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            while self._pending and error is None:
-                self._finish_oldest()
+            if error is None:
+                self.finish()
         finally:
             self._thread.shutdown(wait=True)
             if self._stream is not None:

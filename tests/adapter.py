@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 from draftcache.common.record import Field, field_view, widen_bfloat16
 from draftcache.common.store import open_store
 from draftcache.common.target import load_parts
-from draftcache.train.anchors import Blocks, lay_out_blocks
-from draftcache.train.attention import DenseAttention
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
 from draftcache.train.checkpoint import load_drafter, newest_checkpoint, read_run
-from draftcache.train.loss import accepted_length, decay_weights
+from draftcache.train.model.anchors import Blocks, lay_out_blocks
+from draftcache.train.model.attention import DenseAttention
+from draftcache.train.model.loss import accepted_length, decay_weights
 
 
 def cli(*args: object, timeout: float = 300) -> tuple[int, str, str]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from draftcache.common.target import Target
-from draftcache.train.decode import DrafterRunner
-from draftcache.train.drafter import FULL, SLIDING, ContextKeys, Drafter, DrafterConfig
-from draftcache.train.verify_block import Sampling
+from draftcache.train.model.drafter import FULL, SLIDING, ContextKeys, Drafter, DrafterConfig
+from draftcache.train.serving.decode import DrafterRunner
+from draftcache.train.serving.verify_block import Sampling
 
 CPU = torch.device("cpu")
 PROMPT = [104, 105, 10, 65]

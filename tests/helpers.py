@@ -12,10 +12,10 @@ from draftcache.common.codec import field_tensor
 from draftcache.common.layout import CHUNK_TOKENS, round_up
 from draftcache.common.record import RecordSpec, record_spec
 from draftcache.common.target import TargetParts
-from draftcache.train.anchors import Blocks, lay_out_blocks
-from draftcache.train.attention import Attention
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
-from draftcache.train.drafter import FULL, Drafter, DrafterConfig
+from draftcache.train.model.anchors import Blocks, lay_out_blocks
+from draftcache.train.model.attention import Attention
+from draftcache.train.model.drafter import FULL, Drafter, DrafterConfig
 from draftcache.train.order import CONTEXT_MULTIPLE
 
 Test = TypeVar("Test", bound=Callable[..., object])

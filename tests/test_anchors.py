@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from draftcache.tests.helpers import MASK_TOKEN, Document, blocks_at, document, flat_batch, supervised
 from draftcache.train import order
-from draftcache.train.anchors import draw_anchors, hash32
 from draftcache.train.batch import FlatBatch
+from draftcache.train.model.anchors import draw_anchors, hash32
 
 BITS_32 = (1 << 32) - 1
 

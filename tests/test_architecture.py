@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("common", "extract", "train")
 MAY_IMPORT = {"common": {"common"}, "extract": {"common", "extract"}, "train": {"common", "train"}}
 MAX_LINES = 350
-FILES = [*sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py")), ROOT / "cli.py"]
+FILES = [*sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")), ROOT / "cli.py"]
 BESIDE = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py"))
 
 
@@ -25,8 +25,15 @@ def imported_rooms(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_only_what_they_may(room: str) -> None:
-    found = {other for path in (ROOT / room).glob("*.py") for other in imported_rooms(path)}
+    found = {other for path in (ROOT / room).rglob("*.py") for other in imported_rooms(path)}
     assert found <= MAY_IMPORT[room]
+
+
+def test_kernels_know_nothing_of_training() -> None:
+    for path in (ROOT / "train" / "kernels").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("draftcache."):
+                assert (node.module or "").startswith("draftcache.train.kernels"), path.name
 
 
 def test_the_root_holds_only_the_command_line() -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from draftcache.tests.helpers import MASK_TOKEN, Document, blocks_at, flat_batch, supervised
-from draftcache.train import attention
-from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
-from draftcache.train.attention import (
+from draftcache.train.batch import FlatBatch
+from draftcache.train.model import attention
+from draftcache.train.model.anchors import Blocks, draw_anchors, lay_out_blocks
+from draftcache.train.model.attention import (
     TILE,
     Attention,
     DenseAttention,
@@ -21,7 +22,6 @@ from draftcache.train.attention import (
     dense_mask,
     flex_mask,
 )
-from draftcache.train.batch import FlatBatch
 
 FULL_RULE = Visibility(None, causal=False)
 RULES = (FULL_RULE, Visibility(4, causal=True), Visibility(1, causal=True), Visibility(37, causal=False))

@@ -23,11 +23,11 @@ from draftcache.tests.helpers import (
     tiny_drafter,
     tiny_record,
 )
-from draftcache.train.anchors import Blocks
-from draftcache.train.attention import Attention, DenseAttention, GroupedAttention
 from draftcache.train.batch import FlatBatch
-from draftcache.train.drafter import FULL, SLIDING, Drafter
-from draftcache.train.loss import LossConfig, LossInputs, LossSums, plain_loss
+from draftcache.train.model.anchors import Blocks
+from draftcache.train.model.attention import Attention, DenseAttention, GroupedAttention
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter
+from draftcache.train.model.loss import LossConfig, LossInputs, LossSums, plain_loss
 
 SPEC = tiny_record()
 PARTS = random_parts(seed=1)

@@ -14,8 +14,8 @@ from draftcache.common.errors import TargetError
 from draftcache.common.target import Target, load_target
 from draftcache.tests.decoding import CPU, GREEDY, PROMPT, Oracle, tiny_runner
 from draftcache.tests.stores import LAYER_IDS
-from draftcache.train.decode import DrafterRunner, TargetDecoder, _crop, speculate
-from draftcache.train.verify_block import Sampling
+from draftcache.train.serving.decode import DrafterRunner, TargetDecoder, _crop, speculate
+from draftcache.train.serving.verify_block import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from draftcache.tests.helpers import (
     VOCABULARY,
     tiny_config,
 )
-from draftcache.train.drafter import FULL, Drafter, DrafterConfig, Rotation
+from draftcache.train.model.drafter import FULL, Drafter, DrafterConfig, Rotation
 
 
 def released_config(hidden: int, intermediate: int, heads: int, kv_heads: int) -> DrafterConfig:

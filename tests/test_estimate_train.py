@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftcache.benchmarks.step_cases import FULL_SCALE, GEOMETRIES
+from draftcache.common.errors import UsageError
 from draftcache.common.store import Store
 from draftcache.tests.commands import run
 from draftcache.tests.helpers import tiny_config
-from draftcache.train.drafter import Drafter
+from draftcache.train import setup
 from draftcache.train.estimate import estimate
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.work import Product, products
 
@@ -83,3 +86,24 @@ def test_a_dry_run_prints_and_writes_nothing(store: Store, tmp_path: Path, capsy
     for part in ("moments", "gradients", "activations", "in all, on the device", "GB/s"):
         assert part in result.out
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("capability", "intermediate", "words"),
+    [((8, 0), 64, "compute capability (8, 0)"), ((9, 0), 72, "multiples of 16")],
+)
+def test_8_bits_are_refused_where_they_cannot_run(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    intermediate: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(setup, "check_device", lambda _device: None)
+    geometry = GeometryOptions(num_layers=1, block_size=4, head_dim=16, intermediate_size=intermediate)
+    config = TrainConfig(store=store.path, out=tmp_path, device="cuda", geometry=geometry, matmul="fp8")
+    with pytest.raises(UsageError) as refused:
+        setup.resolve(config, store)
+    assert words in str(refused.value)

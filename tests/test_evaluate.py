@@ -1,25 +1,29 @@
 """`evaluate` as a whole: several drafters and files, greedy and sampled, and whom it refuses."""
 
+import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from draftcache.common.errors import MismatchError
+from draftcache.common.errors import MismatchError, UsageError
 from draftcache.common.store import Store
 from draftcache.common.target import load_target
 from draftcache.tests.commands import run
 from draftcache.tests.decoding import CPU, GREEDY, PROMPT, tiny_runner
 from draftcache.tests.stores import LAYER_IDS, messages, write_jsonl
-from draftcache.train.decode import Plain, TargetDecoder, speculate
-from draftcache.train.evaluate import TIE_ULPS, EvaluateConfig, _difference, evaluate
-from draftcache.train.export import ExportConfig, export
 from draftcache.train.run import train
+from draftcache.train.serving.decode import Plain, TargetDecoder, speculate
+from draftcache.train.serving.evaluate import TIE_ULPS, EvaluateConfig, _difference, evaluate
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.tally import Tally
+from draftcache.train.serving.verify_block import Sampling
 from draftcache.train.settings import GeometryOptions, TrainConfig
-from draftcache.train.tally import Tally
-from draftcache.train.verify_block import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,25 @@ def test_evaluating_nothing_is_refused(
     outcome = run(capsys, *args, "--drafter", tmp_path)
     assert outcome.code == 2
     assert "config.json" in outcome.message
+
+
+def test_prompts_are_rendered_as_in_extraction(
+    tmp_path: Path, run_folder: Path, target_folder: Path, tokenizer: Any
+) -> None:
+    data = write_jsonl(tmp_path / "p.jsonl", [{"messages": messages("hi", "ho"), "tools": [{"name": "look"}]}])
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ tools[0]['name'] }} {{ mood }} {{ messages[-1]['content'] }}:"
+    ((_, ids),) = read_prompts(data, other, None, {"mood": "glad"})
+    assert bytes(ids) == b"look glad hi:"
+    template = tmp_path / "t.jinja"
+    template.write_text(other.chat_template)
+    config = EvaluateConfig(
+        checkpoints=(run_folder,), target=target_folder, data=(data,), chat_template=template, device="cpu"
+    )
+    with pytest.raises(MismatchError, match="template_digest"):  # the run was extracted with the target's own
+        evaluate(config)
+    with pytest.raises(UsageError, match="JSON object"):
+        evaluate(dataclasses.replace(config, chat_template=None, chat_template_kwargs="[]"))
 
 
 def test_an_exported_drafter_refuses_another_target(tmp_path: Path, run_folder: Path, target_folder: Path) -> None:

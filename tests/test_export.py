@@ -17,19 +17,20 @@ from draftcache.common.target import load_parts
 from draftcache.tests.commands import run
 from draftcache.tests.helpers import taps_of
 from draftcache.tests.reader import block_logits, engine_causality, read_folder
-from draftcache.train import parity
-from draftcache.train.anchors import draw_anchors, lay_out_blocks
-from draftcache.train.checkpoint import load_drafter
-from draftcache.train.drafter import FULL, SLIDING, Drafter, DrafterConfig
-from draftcache.train.export import ExportConfig, export
-from draftcache.train.parity import slot_logits
-from draftcache.train.released import (
+from draftcache.tests.runs import metrics, small_run
+from draftcache.train.checkpoint import best_checkpoint, checkpoints, load_drafter
+from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from draftcache.train.run import train
+from draftcache.train.serving import parity
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.parity import slot_logits
+from draftcache.train.serving.released import (
     check_servable,
     load_released,
     read_released_config,
     tensor_shapes,
 )
-from draftcache.train.run import train
 from draftcache.train.settings import GeometryOptions, TrainConfig
 
 CPU = torch.device("cpu")
@@ -100,6 +101,7 @@ def test_names_shapes_and_dtype_are_the_released_ones(tmp_path: Path, runs: dict
     config = read_released_config(folder)
     assert {name: tuple(w.shape) for name, w in weights.items()} == tensor_shapes(config)
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert len({p.stat().st_mode for p in folder.iterdir()}) == 1
     assert len(weights) == 2 * 11 + 3
     assert sorted(p.name for p in folder.iterdir()) == [
         "README.md",
@@ -203,12 +205,30 @@ def test_the_command_exports_and_proves(
     card = (out / "README.md").read_text()
     for words in ("vllm serve", "VLLM_USE_V2_MODEL_RUNNER=1", "DFLASH", 'num_speculative_tokens": 3', "2.346"):
         assert words in card
+    rows = [json.loads(line) for line in (runs["mixed"] / "metrics.jsonl").read_text().splitlines()]
+    assert f"In training: {rows[-1]['accepted_length']:.3f} on training samples" in card
     target = store.manifest.target
     for fact in (target.weights_digest, target.template_digest, store.manifest.data[0].digest, "1, 3, 5"):
         assert fact in card
     again = run(capsys, "export", *args)
     assert again.code == 2
     assert "exists" in again.message
+
+
+def test_the_best_checkpoint_is_taken_unless_one_is_named(tmp_path: Path, store: Store) -> None:
+    run_ = tmp_path / "run"
+    train(small_run(store, run_, steps=6, save_every=1, keep=6, share=0.3, validate_every=2))
+    best = best_checkpoint(run_)
+    held_out = {row["step"]: row["accepted_length"] for row in metrics(run_, "validation.jsonl")}
+    assert held_out[int(best.name[-8:])] == max(held_out.values())
+    other = next(path for path in checkpoints(run_) if path != best)
+    for given, taken in ((run_, best), (other, other)):
+        out = export(ExportConfig(checkpoint=given, out=tmp_path / taken.name)).folder
+        assert json.loads((out / "draftcache.json").read_text())["checkpoint"] == taken.name
+        wanted = load_file(taken / "drafter.safetensors")
+        for name, tensor in load_file(out / "model.safetensors").items():
+            assert torch.equal(tensor, wanted[name].to(torch.bfloat16)), name
+    assert f"{max(held_out.values()):.3f} on held-out samples" in (tmp_path / best.name / "README.md").read_text()
 
 
 def test_what_cannot_be_served_is_refused(runs: dict[str, Path]) -> None:
@@ -256,7 +276,7 @@ def test_logits_that_differ_stop_the_export(
             drafter.fc.weight.copy_(drafter.fc.weight.roll(32, 1))  # the taps in another order
         return drafter
 
-    monkeypatch.setattr("draftcache.train.export.load_released", damaged)
+    monkeypatch.setattr("draftcache.train.serving.export.load_released", damaged)
     with pytest.raises(CheckpointError, match="off the trainer's"):
         exported(runs, "full", tmp_path / "x", store.path)
     assert not list(tmp_path.iterdir())

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from draftcache.common.errors import UsageError
-from draftcache.train import chunked_loss as chunks
-from draftcache.train.chunked_loss import chunked_loss
-from draftcache.train.head import Head
-from draftcache.train.loss import (
+from draftcache.train.model import chunked_loss as chunks
+from draftcache.train.model.chunked_loss import chunked_loss
+from draftcache.train.model.head import Head
+from draftcache.train.model.loss import (
     TEACHERS,
     WEIGHTINGS,
     LossConfig,

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from draftcache.tests.helpers import gpu
-from draftcache.train.float8 import encoded, plain_quantise_rows
-from draftcache.train.head import Fp8Head, Head
-from draftcache.train.loss_rows import (
+from draftcache.train.kernels.float8 import encoded, plain_quantise_rows
+from draftcache.train.kernels.loss_rows import (
     TeacherRows,
     plain_row_statistics,
     plain_write_difference,
     row_statistics,
     write_difference,
 )
+from draftcache.train.model.head import Fp8Head, Head
 
 SHAPES = [(3, 97), (5, 8192), (2, 8193), (4, 49_152), (7, 151_936)]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftcache.tests.helpers import gpu
-from draftcache.train import pointwise as p
+from draftcache.train.kernels import pointwise as p
 
 EPS = 1e-6
 WIDTHS = [16, 576, 5120]

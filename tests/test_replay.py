@@ -11,8 +11,8 @@ from draftcache.common.store import Store, open_store
 from draftcache.common.target import Target, load_parts, load_target
 from draftcache.tests.decoding import CPU, GREEDY, PROMPT, Oracle, tiny_runner
 from draftcache.tests.stores import LAYER_IDS
-from draftcache.train.decode import DrafterRunner, TargetDecoder, speculate
-from draftcache.train.replay import Replay, _answers, along_path, replay, replay_stored
+from draftcache.train.serving.decode import DrafterRunner, TargetDecoder, speculate
+from draftcache.train.serving.replay import Replay, _answers, along_path, replay, replay_stored
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The speculators package loads what `export --format speculators` writes, and computes the trainer's logits."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from draftcache.benchmarks.quality_peer import import_dflash, installed
 from draftcache.common.store import Store, open_store
 from draftcache.common.target import load_parts
 from draftcache.tests.helpers import taps_of
-from draftcache.train import parity
-from draftcache.train.anchors import lay_out_blocks
 from draftcache.train.checkpoint import load_drafter
-from draftcache.train.export import ExportConfig, export
-from draftcache.train.parity import slot_logits
-from draftcache.train.released import load_released
+from draftcache.train.model.anchors import lay_out_blocks
 from draftcache.train.run import train
+from draftcache.train.serving import parity
+from draftcache.train.serving.export import ExportConfig, export
+from draftcache.train.serving.parity import slot_logits
+from draftcache.train.serving.released import load_released
 from draftcache.train.settings import GeometryOptions, TrainConfig
 
 CPU = torch.device("cpu")
@@ -57,11 +58,22 @@ def test_this_project_reads_it_back(folder: Path, run_folder: Path) -> None:
 
 @pytest.mark.skipif(not installed(), reason="the speculators package is not installed")
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("layout", ["speculators", "zlab"])
 def test_the_package_itself_computes_the_trainers_logits(
-    folder: Path, run_folder: Path, store: Store, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    run_folder: Path,
+    store: Store,
+    target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,  # the released layout goes through the package's own converter
 ) -> None:
     core, configs = import_dflash()
     monkeypatch.chdir(target_folder.parent)  # where the verifier's name leads to its folder
+    folder = export(ExportConfig(checkpoint=run_folder, out=tmp_path / layout, layout=layout)).folder
+    if layout == "zlab":
+        converters = importlib.import_module("speculators.convert.dflash.converter")
+        converters.DFlashConverter().convert(folder, tmp_path / "converted", target_folder.name, validate=False)
+        folder = tmp_path / "converted"
     config = configs.DFlashSpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = core.DFlashDraftModel.from_pretrained(folder, config=config).float().eval()

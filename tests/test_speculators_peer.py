@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from draftcache.benchmarks.step_cases import FULL_SCALE, Geometry
-from draftcache.train.anchors import lay_out_blocks
-from draftcache.train.attention import DenseAttention
 from draftcache.train.batch import batch_bytes, view_batch
-from draftcache.train.drafter import FULL, SLIDING, Drafter
+from draftcache.train.model.anchors import lay_out_blocks
+from draftcache.train.model.attention import DenseAttention
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter
 
 if TYPE_CHECKING:
     from draftcache.benchmarks.speculators_peer import PeerSample

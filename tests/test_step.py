@@ -23,11 +23,11 @@ from draftcache.tests.helpers import (
     tiny_drafter,
     tiny_record,
 )
-from draftcache.train.anchors import draw_anchors
-from draftcache.train.attention import DenseAttention
 from draftcache.train.batch import FlatBatch
-from draftcache.train.drafter import FULL, SLIDING, Drafter
-from draftcache.train.loss import LossConfig, LossInputs, LossSums, plain_loss
+from draftcache.train.model.anchors import draw_anchors
+from draftcache.train.model.attention import DenseAttention
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter
+from draftcache.train.model.loss import LossConfig, LossInputs, LossSums, plain_loss
 from draftcache.train.optim import OptimConfig, Optimizer
 from draftcache.train.step import EagerStep, StepConfig, log_row_names
 

@@ -15,7 +15,7 @@ from draftcache.extract.run import extract
 from draftcache.tests.helpers import record_field
 from draftcache.tests.stores import flip_bit, tiny_config
 from draftcache.train.checkpoint import load_drafter, newest_checkpoint, read_run
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.order import Batching, context_shapes, epoch_batches
 from draftcache.train.ring import BUFFERS, Ring, fill_batch
 from draftcache.train.run import train
@@ -160,7 +160,7 @@ def test_training_stops_at_a_damaged_shard_and_names_it(tmp_path: Path, copied: 
         train(config(copied, tmp_path / "run"))
 
 
-def test_fill_batch_counts_the_bytes_it_read(store: Store) -> None:
+def test_bytes_read_are_counted(store: Store) -> None:
     kind = Batching(kind="bucket", token_budget=256)
     (batch, *_) = epoch_batches(bucket_index(store), kind, seed=0, epoch=0)
     with Ring(store, iter([batch]), batch.tokens, pinned=False) as ring:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftcache.common.errors import UsageError
-from draftcache.train.verify_block import Chooser, Sampling
+from draftcache.train.serving.verify_block import Chooser, Sampling
 
 CPU = torch.device("cpu")
 WORDS = 5

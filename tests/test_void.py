@@ -23,6 +23,7 @@ from draftcache.extract.forward import Forward, batch_inputs
 from draftcache.extract.run import extract
 from draftcache.extract.template import Tokens
 from draftcache.tests.commands import run
+from draftcache.tests.helpers import gpu
 from draftcache.tests.stores import HIDDEN, LAYER_IDS, messages, tiny_config, tiny_target, write_jsonl
 from draftcache.train.order import Batching, epoch_batches
 from draftcache.train.setup import bucket_index
@@ -57,9 +58,11 @@ def void_store(broken_target: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return extract(dataclasses.replace(config, max_void=0.2))
 
 
-def flags(codec: str, teacher: str, spoil: tuple[int, float] | None, target_folder: Path) -> list[bool]:
+def flags(
+    codec: str, teacher: str, spoil: tuple[int, float] | None, target_folder: Path, device: torch.device = CPU
+) -> list[bool]:
     """Void flags of three samples of 10, 30 and 20 tokens, after `spoil` (layer, factor) of the second's token 12."""
-    target = load_target(target_folder, CPU)
+    target = load_target(target_folder, device)
     tokens = [(n, Tokens(input_ids=[GOOD] * size, loss_mask=[1] * size)) for n, size in enumerate((10, 30, 20))]
     (bucket,) = fill_buckets(tokens, (64,))
 
@@ -70,8 +73,8 @@ def flags(codec: str, teacher: str, spoil: tuple[int, float] | None, target_fold
 
     target.layers[spoil[0] if spoil else 0].register_forward_hook(change)
     spec = record_spec(len(LAYER_IDS), HIDDEN, codec, teacher)
-    with Forward(target, LAYER_IDS, spec, 3 * row_stride(64), CPU) as forward:
-        forward(*batch_inputs(bucket, Batch(ceiling=64, shard=0, first=0, count=3), CPU))
+    with Forward(target, LAYER_IDS, spec, 3 * row_stride(64), device) as forward:
+        forward(*batch_inputs(bucket, Batch(ceiling=64, shard=0, first=0, count=3), device))
         found: list[bool] = forward.void.tolist()
     return found
 
@@ -83,6 +86,13 @@ def test_a_broken_state_is_seen_in_its_sample_alone(
     target_folder: Path, codec: str, teacher: str, factor: float
 ) -> None:
     assert flags(codec, teacher, (LAYER_IDS[1], factor), target_folder) == [False, True, False]
+
+
+@gpu
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0.0])
+def test_a_broken_state_is_seen_on_a_gpu(target_folder: Path, factor: float) -> None:
+    found = flags("bf16", "last", (LAYER_IDS[1], factor), target_folder, torch.device("cuda"))
+    assert found == [False, True, False]
 
 
 def test_sound_states_are_not_void(target_folder: Path) -> None:

@@ -14,8 +14,8 @@ from draftcache.common.store import Store
 from draftcache.tests.commands import run
 from draftcache.tests.runs import metrics
 from draftcache.train.checkpoint import load_drafter, read_run
-from draftcache.train.export import ExportConfig, export
 from draftcache.train.run import train
+from draftcache.train.serving.export import ExportConfig, export
 from draftcache.train.settings import GeometryOptions, TrainConfig, build_config
 
 

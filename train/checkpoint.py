@@ -26,8 +26,8 @@ from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, UsageError, first_line
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json
 from draftcache.common.manifest import TargetIdentity
-from draftcache.train.drafter import Drafter, DrafterConfig
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.drafter import Drafter, DrafterConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
 from draftcache.train.order import Batching, Cursor
 from draftcache.train.settings import TrainConfig

@@ -13,7 +13,7 @@ import torch
 from draftcache.common.store import Store, open_store
 from draftcache.train.batch import batch_bytes
 from draftcache.train.checkpoint import Run
-from draftcache.train.drafter import Drafter
+from draftcache.train.model.drafter import Drafter
 from draftcache.train.order import context_shapes
 from draftcache.train.ring import BUFFERS
 from draftcache.train.settings import TrainConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftcache.common.errors import CheckpointError, UsageError
-from draftcache.train.adamw import FlatState, Scalars, adamw
+from draftcache.train.kernels.adamw import FlatState, Scalars, adamw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

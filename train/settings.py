@@ -10,7 +10,7 @@ import torch
 
 from draftcache.common.errors import CheckpointError, UsageError
 from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
-from draftcache.train.loss import LossConfig
+from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
 from draftcache.train.warm_start import released_options
 

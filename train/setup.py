@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from draftcache.common.errors import UsageError
 from draftcache.common.manifest import PLAIN_ENDS, TargetEnds, TargetIdentity
@@ -15,16 +16,18 @@ from draftcache.common.shard import crc32c
 from draftcache.common.store import BucketSamples, Store
 from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
-from draftcache.train.anchors import MAX_CONTEXT_TOKENS
-from draftcache.train.attention import TILE
 from draftcache.train.checkpoint import Run
-from draftcache.train.drafter import FULL, SLIDING, DrafterConfig
+from draftcache.train.kernels.float8 import WIDTH_MULTIPLE
+from draftcache.train.model.anchors import MAX_CONTEXT_TOKENS
+from draftcache.train.model.attention import TILE
+from draftcache.train.model.drafter import FULL, SLIDING, DrafterConfig
 from draftcache.train.order import Batching, BucketIndex, check_fits, context_shapes, split, steps_per_epoch
 from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.warm_start import check_start
 
 LAYER_PATTERNS = ("full", "sliding", "sliding-last-full")
 MIN_FLEX_HEAD_DIM = 16
+FLOAT8_CAPABILITY = (8, 9)
 
 
 def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
@@ -44,6 +47,8 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
             needed=f"head_dim of at least {MIN_FLEX_HEAD_DIM} and a block size that divides {TILE} on CUDA",
             do="correct --head-dim or --block-size",
         )
+    if config.matmul == "fp8":
+        _check_float8(config.device, drafter)
     batching = Batching(kind=config.batching, token_budget=config.token_budget, rows=config.rows)
     trained, _ = split_samples(store, config.validation.validation_share)
     if not trained:
@@ -97,6 +102,23 @@ def _check_ends(ends: TargetEnds) -> None:
             f"caps them at {ends.logit_softcap}",
             needed="a target whose embedding and head are used as they are: servers differ in what a drafter gets",
             do="train on another target; the store itself is right",
+        )
+
+
+def _check_float8(device: str, drafter: DrafterConfig) -> None:
+    found = torch.cuda.get_device_capability(device)
+    if found < FLOAT8_CAPABILITY:
+        raise UsageError(
+            f"--matmul fp8 on a device of compute capability {found}",
+            needed=f"{FLOAT8_CAPABILITY} or later",
+            do="use --matmul bf16",
+        )
+    widths = (drafter.hidden_size, drafter.intermediate_size, drafter.vocab_size)
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        raise UsageError(
+            f"--matmul fp8 with widths {widths} of hidden states, MLP and vocabulary",
+            needed=f"multiples of {WIDTH_MULTIPLE}",
+            do="use --matmul bf16, or correct --intermediate",
         )
 
 

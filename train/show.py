@@ -5,7 +5,7 @@ import click
 from draftcache.train.checkpoint import Run
 from draftcache.train.estimate import Estimate
 from draftcache.train.run import TrainResult
-from draftcache.train.tally import SetReport
+from draftcache.train.serving.tally import SetReport
 
 
 def show_estimate(run: Run, figures: Estimate) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from draftcache.common.config import differences, to_dict
 from draftcache.common.errors import CheckpointError, MismatchError
-from draftcache.train.drafter import SLIDING, Drafter, DrafterConfig
-from draftcache.train.released import read_released_config, read_released_weights
+from draftcache.train.model.drafter import SLIDING, Drafter, DrafterConfig
+from draftcache.train.serving.released import read_released_config, read_released_weights
 
 
 def released_options(folder: Path) -> dict[str, Any]:

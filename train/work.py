@@ -6,7 +6,7 @@ N / M query / key heads, d head width.
 
 from dataclasses import dataclass
 
-from draftcache.train.drafter import DrafterConfig
+from draftcache.train.model.drafter import DrafterConfig
 
 
 @dataclass(frozen=True, slots=True)

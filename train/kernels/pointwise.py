@@ -128,7 +128,7 @@ def plain_swiglu_backward(gradient: Tensor, gate_up: Tensor) -> None:
 
 def _kernels() -> Any:
     """Triton exists only beside CUDA."""
-    from draftcache.train import pointwise_kernels
+    from draftcache.train.kernels import pointwise_kernels
 
     return pointwise_kernels
 

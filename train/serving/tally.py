@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from draftcache.train.decode import Plain, Speculative
-from draftcache.train.replay import Replay
+from draftcache.train.serving.decode import Plain, Speculative
+from draftcache.train.serving.replay import Replay
 
 _FIRST_SPAN = 128
 

@@ -18,7 +18,7 @@ from draftcache.common.codec import read_taps
 from draftcache.common.layout import CHUNK_TOKENS, round_up
 from draftcache.common.shard import RowReader
 from draftcache.common.store import Store
-from draftcache.train.decode import DrafterRunner
+from draftcache.train.serving.decode import DrafterRunner
 
 _ANCHORS = 64
 """Blocks that run at a time."""

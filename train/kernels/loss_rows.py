@@ -82,6 +82,6 @@ def plain_write_difference(
 
 def _kernels() -> Any:
     """Triton exists only beside CUDA."""
-    from draftcache.train import loss_kernels
+    from draftcache.train.kernels import loss_kernels
 
     return loss_kernels

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcache.train.float8 import Float8Weight, scaled_product
+from draftcache.train.kernels.float8 import Float8Weight, scaled_product
 
 _DERIVATIVE_FACTOR = 2.0**15  # 1 lands at 32,768 of e5m2's 57,344, and 2^-31 is still above its smallest value
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftcache.common.errors import CheckpointError, UsageError, first_line
 from draftcache.common.manifest import TargetIdentity
-from draftcache.train.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
 
 FORMATS = ("zlab", "speculators")
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"

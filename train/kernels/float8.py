@@ -66,7 +66,7 @@ def quantise_rows(
 ) -> None:
     """Divide each row by the scale that takes its largest value to e4m3's."""
     if x.is_cuda:
-        from draftcache.train import float8_kernel  # Triton exists only beside CUDA
+        from draftcache.train.kernels import float8_kernel  # Triton exists only beside CUDA
 
         float8_kernel.quantise_rows(x, coded, scales)
     else:

@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicLayer
 
 from draftcache.common.errors import TargetError, first_line
 from draftcache.common.target import Target, TargetParts, tap_layers
-from draftcache.train.anchors import Blocks
-from draftcache.train.attention import DenseAttention
-from draftcache.train.drafter import ContextKeys, Drafter
-from draftcache.train.verify_block import Chooser, Sampling
+from draftcache.train.model.anchors import Blocks
+from draftcache.train.model.attention import DenseAttention
+from draftcache.train.model.drafter import ContextKeys, Drafter
+from draftcache.train.serving.verify_block import Chooser, Sampling
 
 _CROPPABLE_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcache.train.float8 import Float8Weight
-from draftcache.train.pointwise import (
+from draftcache.train.kernels.float8 import Float8Weight
+from draftcache.train.kernels.pointwise import (
     rms_norm,
     rms_norm_backward,
     swiglu,
     swiglu_backward,
 )
-from draftcache.train.weights import Weight
+from draftcache.train.model.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftcache.train.anchors import Blocks
+from draftcache.train.model.anchors import Blocks
 
 TILE = 128
 """Rows and columns of a flex_attention mask tile. On CUDA, T and Q must be multiples of it and B must divide it."""

@@ -45,7 +45,7 @@ def adamw(
 ) -> None:
     """One step in place."""
     if state.masters.is_cuda:
-        from draftcache.train import adamw_kernel  # Triton exists only beside CUDA
+        from draftcache.train.kernels import adamw_kernel  # Triton exists only beside CUDA
 
         adamw_kernel.adamw(state, scalars, copies)
     else:

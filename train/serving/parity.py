@@ -12,11 +12,11 @@ from draftcache.common.errors import CheckpointError
 from draftcache.common.shard import RowReader
 from draftcache.common.store import Store, open_store
 from draftcache.common.target import TargetParts, load_parts
-from draftcache.train.anchors import Blocks, draw_anchors, lay_out_blocks
-from draftcache.train.attention import DenseAttention
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
 from draftcache.train.checkpoint import Run
-from draftcache.train.drafter import Drafter
+from draftcache.train.model.anchors import Blocks, draw_anchors, lay_out_blocks
+from draftcache.train.model.attention import DenseAttention
+from draftcache.train.model.drafter import Drafter
 from draftcache.train.order import Batching, epoch_batches
 from draftcache.train.ring import fill_batch
 from draftcache.train.setup import bucket_index

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftcache.train.loss_rows import RowStatistics, TeacherRows
+from draftcache.train.kernels.loss_rows import RowStatistics, TeacherRows
 
 _STATISTICS_BLOCK = 2048
 _DIFFERENCE_BLOCK = 4096

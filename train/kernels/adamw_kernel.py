@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftcache.train.adamw import FlatState, Scalars
+from draftcache.train.kernels.adamw import FlatState, Scalars
 
 _BLOCK = 2048
 

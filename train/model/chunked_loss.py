@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcache.train.head import FrozenHead
-from draftcache.train.loss import (
+from draftcache.train.kernels.loss_rows import RowStatistics, TeacherRows, row_statistics, write_difference
+from draftcache.train.model.head import FrozenHead
+from draftcache.train.model.loss import (
     LossConfig,
     LossInputs,
     LossSums,
@@ -23,7 +24,6 @@ from draftcache.train.loss import (
     top_losses,
     top_teacher,
 )
-from draftcache.train.loss_rows import RowStatistics, TeacherRows, row_statistics, write_difference
 
 
 def chunked_loss(

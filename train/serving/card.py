@@ -1,18 +1,23 @@
 """The model card of an exported drafter: what it is for, what it was made from, how to serve it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
 
 from draftcache.common.manifest import Manifest
 from draftcache.train.checkpoint import Run
-from draftcache.train.drafter import FULL, SLIDING
-from draftcache.train.loss import default_gamma
+from draftcache.train.model.drafter import FULL, SLIDING
+from draftcache.train.model.loss import default_gamma
 
 
 def model_card(
-    run: Run, layout: str, checkpoint: str, manifest: Manifest | None, measured: Sequence[dict[str, Any]]
+    run: Run,
+    layout: str,
+    checkpoint: str,
+    manifest: Manifest | None,
+    measured: Sequence[dict[str, Any]],  # name, prompts and accepted_length of prompt files
+    trained: Mapping[str, float],  # accepted length as training measured it, by the kind of samples
 ) -> str:
     """README.md as text. It depends on the run alone, so that a repeated export gives the same bytes."""
     target = run.target
@@ -25,7 +30,7 @@ def model_card(
         "## Serve",
         _serving(run, layout),
         "## Measured",
-        _measured(measured),
+        _measured(measured, trained),
         "## Target",
         _table(_target_rows(run)),
         "## Data",
@@ -63,12 +68,23 @@ def _serving(run: Run, layout: str) -> str:
     return "\n\n".join([*notes, *(f"```\n{command}\n```" for command in commands)])
 
 
-def _measured(measured: Sequence[dict[str, Any]]) -> str:
-    if not measured:
-        return "Not measured. `draftcache evaluate --drafter DRAFTER --target TARGET --data PROMPTS` measures it."
-    rows = [[m["name"], m["prompts"], f"{m['accepted_length']:.3f}"] for m in measured]
-    text = tabulate(rows, headers=["prompts", "count", "accepted length"], tablefmt="github", disable_numparse=True)
-    return f"{text}\n\nAccepted length is the number of tokens that one forward of the target yields, by real decoding."
+def _measured(measured: Sequence[dict[str, Any]], trained: Mapping[str, float]) -> str:
+    parts = []
+    if measured:
+        rows = [[m["name"], m["prompts"], f"{m['accepted_length']:.3f}"] for m in measured]
+        head = ["prompts", "count", "accepted length"]
+        parts.append(tabulate(rows, headers=head, tablefmt="github", disable_numparse=True))
+        parts.append("Accepted length is the number of tokens that one forward of the target yields, by real decoding.")
+    else:
+        parts.append(
+            "Not decoded yet. `draftcache evaluate --drafter DRAFTER --target TARGET --data PROMPTS` measures it."
+        )
+    if trained:
+        figures = ", ".join(f"{value:.3f} on {samples} samples" for samples, value in trained.items())
+        parts.append(
+            f"In training: {figures}, over anchors drawn from all positions; decoding takes a path of its own."
+        )
+    return "\n\n".join(parts)
 
 
 def _target_rows(run: Run) -> list[tuple[str, object]]:
@@ -76,7 +92,7 @@ def _target_rows(run: Run) -> list[tuple[str, object]]:
     return [
         ("name", t.name),
         ("architecture", t.architecture),
-        ("run in", t.dtype),
+        ("run in", t.dtype if t.quantization is None else f"{t.dtype}, quantised by {t.quantization}"),
         ("layers, width, vocabulary", f"{t.num_layers}, {t.hidden_size}, {t.vocab_size}"),
         ("weights digest", t.weights_digest),
         ("tokenizer digest", t.tokenizer_digest),
@@ -90,9 +106,11 @@ def _data(manifest: Manifest | None) -> str:
     rows = [[data.name, data.lines, data.digest] for data in manifest.data]
     files = tabulate(rows, headers=["file", "lines", "SHA-256"], tablefmt="github")
     report, settings = manifest.report, manifest.settings
+    template = "the target's own" if settings.chat_template is None else f"one given by hand, {settings.chat_template}"
     return (
         f"{files}\n\n{report.kept} of {report.read} lines kept, {report.supervised_tokens} supervised tokens, "
-        f"at most {settings.max_length} tokens a sample; stored as {settings.codec} with teacher {settings.teacher}."
+        f"at most {settings.max_length} tokens a sample; stored as {settings.codec} with teacher {settings.teacher}. "
+        f"Chat template: {template}, with arguments {settings.chat_template_kwargs}."
     )
 
 

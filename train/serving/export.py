@@ -25,11 +25,13 @@ from draftcache.common.errors import CheckpointError, MismatchError, UsageError
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
 from draftcache.common.manifest import Manifest, read_manifest
 from draftcache.common.version import VERSION
-from draftcache.train.card import model_card
-from draftcache.train.checkpoint import Run, load_drafter, newest_checkpoint
-from draftcache.train.drafter import SLIDING, DrafterConfig
-from draftcache.train.parity import Parity, compare_on_store
-from draftcache.train.released import (
+from draftcache.train.checkpoint import WEIGHTS, Run, best_checkpoint, load_drafter, read_progress
+from draftcache.train.model.drafter import SLIDING, DrafterConfig
+from draftcache.train.report import METRICS_NAME, VALIDATION_NAME
+from draftcache.train.serving.card import model_card
+from draftcache.train.serving.drafters import ORIGIN_NAME
+from draftcache.train.serving.parity import Parity, compare_on_store
+from draftcache.train.serving.released import (
     CONFIG_NAME,
     FORMATS,
     WEIGHTS_NAME,
@@ -42,14 +44,14 @@ from draftcache.train.released import (
     zlab_config,
 )
 
-CARD_NAME, RUN_COPY_NAME = "README.md", "draftcache.json"
+CARD_NAME = "README.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportConfig:
     """What `draftcache export` was asked to do."""
 
-    checkpoint: Path
+    checkpoint: Path  # a run, of which the checkpoint of the best validation is taken, or one checkpoint's folder
     out: Path
     layout: str = "zlab"
     store: Path | None = None  # adds the data to the card, and compares logits on stored samples
@@ -73,7 +75,9 @@ def export(config: ExportConfig) -> ExportResult:
     """Write the folder. Raises DraftcacheError, leaving nothing behind, for what cannot be served or read back."""
     if config.out.exists():
         raise UsageError(f"{config.out} exists", needed="a new folder", do="choose another --out")
-    run, drafter = load_drafter(config.checkpoint, torch.device("cpu"))
+    given = config.checkpoint
+    checkpoint = given if (given / WEIGHTS).exists() else best_checkpoint(given)
+    run, drafter = load_drafter(checkpoint, torch.device("cpu"))
     check_servable(run.drafter, run.target, config.layout)
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
     _check_weights(weights, run.drafter)
@@ -82,7 +86,7 @@ def export(config: ExportConfig) -> ExportResult:
     partial = config.out.with_name(config.out.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _write(partial, config, run, weights, manifest, measured)
+        _write(partial, config, checkpoint, run, weights, manifest, measured)
         _read_back(partial, run.drafter, weights)
         parity = None
         if config.store is not None:
@@ -97,6 +101,7 @@ def export(config: ExportConfig) -> ExportResult:
 def _write(
     folder: Path,
     config: ExportConfig,
+    checkpoint: Path,
     run: Run,
     weights: dict[str, Tensor],
     manifest: Manifest | None,
@@ -106,11 +111,12 @@ def _write(
     build = zlab_config if config.layout == "zlab" else speculators_config
     write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
     save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    checkpoint = newest_checkpoint(config.checkpoint).name
+    (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # safetensors keeps it from other users
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
-    origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint, "target": target, "run": whole}
-    write_json(folder / RUN_COPY_NAME, origin)
-    write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint, manifest, measured))
+    origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
+    write_json(folder / ORIGIN_NAME, origin | {"target": target, "run": whole})
+    trained = _training_figures(checkpoint)
+    write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint.name, manifest, measured, trained))
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -152,6 +158,24 @@ def _manifest_of(store: Path | None, run: Run) -> Manifest | None:
             do="pass it with --store, or leave the flag out",
         )
     return manifest
+
+
+def _training_figures(checkpoint: Path) -> dict[str, float]:
+    """Accepted length as training measured it at this checkpoint: last tenth of the steps so far, and held out."""
+    step, folder = read_progress(checkpoint).step, checkpoint.parent
+    steps = [row for row in _rows(folder / METRICS_NAME) if row["step"] <= step]
+    found = {"training": steps[-max(1, step // 10) :], "held-out": _rows(folder / VALIDATION_NAME)}
+    found["held-out"] = [row for row in found["held-out"] if row["step"] == step][-1:]
+    return {name: mean for name, rows in found.items() if (mean := _pooled(rows)) is not None}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _pooled(rows: list[dict[str, Any]]) -> float | None:
+    blocks = sum(row["blocks"] for row in rows)
+    return sum(row["accepted_length"] * row["blocks"] for row in rows if row["blocks"]) / blocks if blocks else None
 
 
 def _read_measured(config: ExportConfig) -> list[dict[str, Any]]:

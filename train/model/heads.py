@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcache.train.drafter import DrafterConfig
-from draftcache.train.linear import Norm
-from draftcache.train.pointwise import norm_rotate, norm_rotate_backward
+from draftcache.train.kernels.pointwise import norm_rotate, norm_rotate_backward
+from draftcache.train.model.drafter import DrafterConfig
+from draftcache.train.model.linear import Norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftcache.common.errors import UsageError
-from draftcache.train.attention import Attention, Visibility
+from draftcache.train.model.attention import Attention, Visibility
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 INIT_STD = 0.02

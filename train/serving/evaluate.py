@@ -6,7 +6,7 @@ two texts are two draws, and only lengths and speed are compared.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +16,17 @@ import torch
 from tqdm import tqdm
 
 from draftcache.common import config as configs
-from draftcache.common.errors import CheckpointError, MismatchError, UsageError, first_line
-from draftcache.common.manifest import TargetIdentity
+from draftcache.common.errors import TargetError, UsageError
+from draftcache.common.manifest import PLAIN_ENDS
 from draftcache.common.target import Target, check_device, identify, load_target, load_tokenizer
-from draftcache.train.checkpoint import load_drafter
-from draftcache.train.decode import DrafterRunner, Plain, TargetDecoder, speculate
-from draftcache.train.drafter import Drafter
-from draftcache.train.prompts import read_prompts
-from draftcache.train.released import load_released
-from draftcache.train.replay import replay
-from draftcache.train.tally import Difference, SetReport, Tally
-from draftcache.train.verify_block import Sampling
+from draftcache.common.templates import read_template, template_arguments
+from draftcache.train.model.drafter import Drafter
+from draftcache.train.serving.decode import DrafterRunner, Plain, TargetDecoder, speculate
+from draftcache.train.serving.drafters import load_drafters
+from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.replay import replay
+from draftcache.train.serving.tally import Difference, SetReport, Tally
+from draftcache.train.serving.verify_block import Sampling
 
 TIE_ULPS = 8
 """A difference from plain decoding counts as a tie if the target's two best logits lie within so many roundings."""
@@ -44,14 +44,14 @@ class EvaluateConfig:
     max_new_tokens: int = 128
     limit: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    chat_template: Path | None = None  # takes the place of the target's own, as in extraction
+    chat_template_kwargs: str = "{}"  # JSON
     dtype: str | None = None
     device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens}", needed="at least 2", do="correct it")
-        if not self.checkpoints and not self.drafters:
-            raise UsageError("no drafter", needed="--checkpoint or --drafter", do="pass one, or several to compare")
 
 
 def evaluate(config: EvaluateConfig) -> list[SetReport]:
@@ -59,10 +59,20 @@ def evaluate(config: EvaluateConfig) -> list[SetReport]:
     check_device(config.device)
     device = torch.device(config.device)
     tokenizer = load_tokenizer(config.target)
+    arguments = template_arguments(config.chat_template_kwargs)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
     identity = identify(config.target, tokenizer)
-    drafters = [*_load_drafters(config, identity, device)]
-    prompts = {path: read_prompts(path, tokenizer, config.limit) for path in config.data}
+    loaded = load_drafters(config.checkpoints, config.drafters, identity, device)
+    prompts = {path: read_prompts(path, tokenizer, config.limit, arguments) for path in config.data}
     target = load_target(config.target, device, config.dtype)
+    if target.ends != PLAIN_ENDS:
+        raise TargetError(
+            f"this target does more at its ends than look up and multiply: {target.ends}",
+            needed="a target without scales or caps there, as `train` needs it too",
+            do="measure in a server that supports it",
+        )
+    drafters = [(one.name, one.drafter) for one in loaded]
     return measure(target, drafters, prompts, config.max_new_tokens, config.sampling)
 
 
@@ -102,57 +112,6 @@ def _settings(config: EvaluateConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "device": config.device,
     }
-
-
-def _load_drafters(
-    config: EvaluateConfig, identity: TargetIdentity, device: torch.device
-) -> Iterator[tuple[str, Drafter]]:
-    for folder in config.checkpoints:
-        run, drafter = load_drafter(folder, device)
-        _check_target(run.target, identity)
-        yield str(folder), drafter
-    for folder in config.drafters:
-        drafter = load_released(folder, device)
-        _check_fit(folder, drafter, identity)
-        trained_for = _trained_for(folder)
-        if trained_for is not None:
-            _check_target(trained_for, identity)
-        yield str(folder), drafter
-
-
-def _trained_for(folder: Path) -> TargetIdentity | None:
-    """The target that an exported folder names; None for a folder that another tool made."""
-    path = folder / "draftcache.json"
-    if not path.exists():
-        return None
-    try:
-        return configs.from_dict(TargetIdentity, json.loads(path.read_text(encoding="utf-8"))["target"], str(path))
-    except (OSError, ValueError, LookupError, TypeError, UsageError) as error:
-        raise CheckpointError(f"{path}: {first_line(error)}", needed="what `export` wrote", do="export again") from None
-
-
-def _check_target(trained: TargetIdentity, given: TargetIdentity) -> None:
-    wanted, found = configs.to_dict(trained), configs.to_dict(given)
-    for plain in (wanted, found):
-        del plain["name"], plain["dtype"]  # where the folder lies says nothing, and a drafter serves any precision
-    lines = configs.differences(found, wanted)
-    if lines:
-        raise MismatchError(
-            f"--target is not the target this drafter was trained for: {'; '.join(lines[:4])}",
-            needed=f"{trained.name} as it was extracted",
-            do="pass that target",
-        )
-
-
-def _check_fit(folder: Path, drafter: Drafter, target: TargetIdentity) -> None:
-    c = drafter.config
-    found = (c.hidden_size, c.vocab_size, max(c.layer_ids) < target.num_layers)
-    if found != (target.hidden_size, target.vocab_size, True):
-        raise MismatchError(
-            f"{folder} is for width {c.hidden_size}, vocabulary {c.vocab_size} and layers {list(c.layer_ids)}",
-            needed=f"width {target.hidden_size}, vocabulary {target.vocab_size} and layers below {target.num_layers}",
-            do="pass the target that it was trained for",
-        )
 
 
 def _one_set(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftcache.train.attention import Attention, Visibility
-from draftcache.train.drafter import Drafter, Layer, Linear, RMSNorm
-from draftcache.train.float8 import Float8Weight
-from draftcache.train.heads import Rotary, key_value, query_key_value, rotary_tables
-from draftcache.train.linear import (
+from draftcache.train.kernels.float8 import Float8Weight
+from draftcache.train.model.attention import Attention, Visibility
+from draftcache.train.model.drafter import Drafter, Layer, Linear, RMSNorm
+from draftcache.train.model.heads import Rotary, key_value, query_key_value, rotary_tables
+from draftcache.train.model.linear import (
     Matrix,
     Norm,
     gated_linear,
@@ -25,7 +25,7 @@ from draftcache.train.linear import (
     norm_linear,
     normed,
 )
-from draftcache.train.weights import ComputeWeights
+from draftcache.train.model.weights import ComputeWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Passes over memory as Triton kernels, each beside its plain twin."""

@@ -1,0 +1,1 @@
+"""A drafter as servers see it: decoded with the target, measured, exported."""
