@@ -88,8 +88,11 @@ def _clock_and_power(stepper: Stepper, batch: FlatBatch) -> dict[str, float]:
         stepper.micro_step(batch)
         stepper.update()
     query = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-    megahertz, watts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split(",")
     torch.cuda.synchronize()
+    if len(found) != 2:  # some machines do not let their clocks be read
+        return {}
+    megahertz, watts = found
     return {"sm_mhz": float(megahertz), "watts": float(watts)}
 
 
