@@ -44,7 +44,12 @@ def prompts(tmp_path: Path) -> Path:
 def test_speculative_text_is_the_targets_own(run_folder: Path, target_folder: Path, prompts: Path) -> None:
     (report,) = evaluate(
         EvaluateConfig(
-            checkpoints=(run_folder,), target=target_folder, data=(prompts,), max_new_tokens=24, dtype="float32"
+            checkpoints=(run_folder,),
+            target=target_folder,
+            data=(prompts,),
+            max_new_tokens=24,
+            dtype="float32",
+            device="cpu",
         )
     )
     assert (report.prompts, report.equal, report.differences) == (3, 3, ())
@@ -63,6 +68,7 @@ def test_sampling_is_repeatable_and_compares_no_texts(run_folder: Path, target_f
         max_new_tokens=12,
         sampling=Sampling(temperature=1.0, seed=4),
         dtype="float32",
+        device="cpu",
     )
     a, b = (evaluate(config)[0] for _ in range(2))
     assert a.equal is None
