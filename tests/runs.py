@@ -10,6 +10,7 @@ import pytest
 
 from draftcache.common.store import Store
 from draftcache.train.checkpoint import newest_checkpoint
+from draftcache.train.meter import SPEED_NAMES
 from draftcache.train.settings import GeometryOptions, TrainConfig, ValidationOptions
 from draftcache.train.step import CapturedStep, EagerStep
 
@@ -49,7 +50,7 @@ def small_run(
 def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """A run's rows without what depends on the clock."""
     rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in SPEED_NAMES} for row in rows]
 
 
 def outcome(run: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from draftcache.train.optim import Optimizer
 from draftcache.train.report import RunLog, read_rows
 from draftcache.train.run import resume, train
 from draftcache.train.saver import Saver
-from draftcache.train.step import EagerStep, sum_names
+from draftcache.train.step import EagerStep, Work, sum_names
 
 
 def spoil(patch: pytest.MonkeyPatch, updates: set[int]) -> None:
@@ -119,7 +119,7 @@ def test_other_processes_write_nothing(tmp_path: Path) -> None:
     with Saver(None, {"drafter.safetensors": {"x": torch.ones(3)}}, keep=1) as saver:
         saver.save(Progress(step=1))
     with RunLog(None, Progress(), 3, tensorboard=False) as log:
-        log.steps([{"step": 1, "loss": 1.0, "accepted_length": 1.0}])
+        log.steps([{"step": 1, "loss": 1.0, "accepted_length": 1.0, "tokens_s": 3.0, "wait_share": 0.0}])
         log.validation({"step": 1, "loss": 1.0, "accepted_length": 1.0})
         log.sync()
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +130,7 @@ def test_out_of_memory_names_the_part_and_what_to_lower(store: Store, tmp_path: 
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert str(raised.value) == "out of memory for the moon; needed: memory for it; do: lower --gravity"
 
-    def greedy(_step: EagerStep, _batch: FlatBatch) -> None:
+    def greedy(_step: EagerStep, _batch: FlatBatch, _loaded: Work) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -139,7 +139,7 @@ def test_ctrl_c_stops_like_sigterm_and_a_second_one_at_once(store: Store, tmp_pa
     assert (stopped.end.progress.step, stopped.end.signal) == (2, signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
     with pytest.MonkeyPatch.context() as patch:
-        steps_until(patch, 2, signal.SIGINT)
+        steps_until(patch, 1, signal.SIGINT)
         patch.setattr("draftcache.train.loop.metrics_row", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             train(small_run(store, tmp_path / "twice", save_every=None))

@@ -160,7 +160,7 @@ def test_training_stops_at_a_damaged_shard_and_names_it(tmp_path: Path, copied: 
         train(config(copied, tmp_path / "run"))
 
 
-def test_fill_batch_counts_the_bytes_it_read(store: Store) -> None:
+def test_bytes_read_are_counted(store: Store) -> None:
     kind = Batching(kind="bucket", token_budget=256)
     (batch, *_) = epoch_batches(bucket_index(store), kind, seed=0, epoch=0)
     with Ring(store, iter([batch]), batch.tokens, pinned=False) as ring:

@@ -16,7 +16,7 @@ from draftcache.train.order import Batching, held_out_batches
 from draftcache.train.report import validation_row
 from draftcache.train.run import resume, train
 from draftcache.train.setup import split_samples
-from draftcache.train.step import CapturedStep, EagerStep, sum_names
+from draftcache.train.step import CapturedStep, EagerStep, Work, sum_names
 
 
 def changed(run: Training) -> list[torch.Tensor]:
@@ -60,13 +60,13 @@ def test_the_held_out_samples_are_never_trained_on(
     seen: set[int] = set()
     micro_step, evaluate = EagerStep.micro_step, EagerStep.evaluate
 
-    def stepping(step: EagerStep, batch: FlatBatch) -> None:
+    def stepping(step: EagerStep, batch: FlatBatch, loaded: Work) -> None:
         trained.update(batch.samples[batch.documents >= 0].tolist())
-        micro_step(step, batch)
+        micro_step(step, batch, loaded)
 
-    def evaluating(step: EagerStep, batch: FlatBatch) -> None:
+    def evaluating(step: EagerStep, batch: FlatBatch, loaded: Work) -> None:
         seen.update(batch.samples[batch.documents >= 0].tolist())
-        evaluate(step, batch)
+        evaluate(step, batch, loaded)
 
     monkeypatch.setattr(EagerStep, "micro_step", stepping)
     monkeypatch.setattr(EagerStep, "evaluate", evaluating)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from draftcache.train.checkpoint import Best, Progress, Run
 from draftcache.train.guards import StopRequest, is_stuck, naming_memory, stuck_error, too_good
+from draftcache.train.meter import Meter, disk_limit, speed_columns
 from draftcache.train.order import MicroBatch, Step
-from draftcache.train.report import Row, RunLog, StopWatch, metrics_row, validation_row
+from draftcache.train.report import Row, RunLog, metrics_row, validation_row
 from draftcache.train.saver import Saver
 from draftcache.train.settings import TrainConfig
 from draftcache.train.slots import Slots
@@ -78,31 +79,34 @@ class Loop:
         saver: Saver,
         log: RunLog,
         progress: Progress,
+        slots: Slots,
+        meter: Meter,
     ) -> None:
         self._run, self._config, self._world = run, config, world
         self._eager, self._stepper = eager, stepper
         self._schedule, self._saver, self._log = schedule, saver, log
+        self._slots, self._meter = slots, meter
         self._progress = progress  # as of the last look at the device, but for the cursor
-        self._begin = progress.taken
+        self._begin, self._first_step = progress.taken, progress.step + 1
         self._saved = progress
         self._unread: list[int] = []  # tokens of the steps since the last look
         self._request = StopRequest()
-        self._watch = StopWatch()
         self._warned = False
+        self._disk_was_limit = False
         self._metrics: Row = {}
         self._validation: Row = {}
 
-    def run(self, slots: Slots) -> End:
+    def run(self) -> End:
         """All steps and validations; the last checkpoint is written when this returns."""
         with self._request:
             if self._schedule.validation_due(self._progress.taken) and self._progress.validated < self._begin:
-                self._validate(slots)
+                self._validate()
             if self._out_of_patience():
                 return self._end("patience")
             while not self._finished():
-                self._step(slots)
+                self._step()
                 stopping = self._world.any(self._request.signal is not None)
-                reason = "stopped" if stopping else self._after_step(slots)
+                reason = "stopped" if stopping else self._after_step()
                 if reason:
                     return self._end(reason)
         return self._end("finished")
@@ -118,26 +122,29 @@ class Loop:
         self._look()
         return self._progress.step >= self._run.steps
 
-    def _step(self, slots: Slots) -> None:
+    def _step(self) -> None:
         step = None
         with naming_memory("a step", "--token-budget, --anchors or --num-layers"):
             for _ in range(-(-self._run.micro_batches // self._world.size)):
-                _, batch = slots.take()
+                batch = self._slots.take()
                 step = step or self._schedule.steps.popleft()
-                self._stepper.micro_step(batch)
+                self._stepper.micro_step(batch, self._slots.release)
             self._saver.before_update()
             self._stepper.update()
         assert step is not None, "a step without micro-batches"
         self._unread.append(step.real_tokens)
         self._progress = dataclasses.replace(self._progress, cursor=step.after)
 
-    def _after_step(self, slots: Slots) -> str | None:
+    def _after_step(self) -> str | None:
         """Look, validate and save where it is due; a reason to stop, or None."""
         validating = self._schedule.validation_due(self._taken)
         saving = self._config.save_every is not None and self._taken % self._config.save_every == 0
-        if validating or saving or len(self._unread) == self._config.log_every:
+        first = self._taken == self._begin + 1
+        if first or validating or saving or len(self._unread) == self._config.log_every:
             self._look()
-        if validating and self._validate(slots):
+        if first:
+            self._log.say(f"first step after {self._meter.since_began():.1f} s")
+        if validating and self._validate():
             saving = True
         if saving:
             self._save()
@@ -149,11 +156,10 @@ class Loop:
 
     def _look(self) -> None:
         """Read the log rows since the last look, in one copy, and write them down."""
-        count = len(self._unread)
-        if not count:
+        if not self._unread:
             return
         log = self._eager.log.cpu()
-        seconds = self._watch.lap() / count
+        seconds, traffic = self._meter.restart(), self._slots.traffic()
         names, size = log_row_names(self._run.drafter.block_size), self._run.drafter.block_size
         rows: list[Row] = []
         stuck = 0
@@ -167,9 +173,11 @@ class Loop:
                 skipped=before.skipped + (not applied),
                 skipped_in_a_row=0 if applied else before.skipped_in_a_row + 1,
             )
-            rows.append(metrics_row(before.step + 1, values, applied, tokens, seconds, size))
+            rows.append(metrics_row(before.step + 1, values, applied, tokens, size))
             stuck = max(stuck, self._progress.skipped_in_a_row)
         self._unread.clear()
+        speed = speed_columns(rows, seconds, traffic)
+        rows = [row | speed for row in rows]
         self._log.steps(rows)
         self._metrics = rows[-1]
         self._warn(rows)
@@ -185,15 +193,22 @@ class Loop:
                 self._warned = True
                 self._log.say(warning)
 
-    def _validate(self, slots: Slots) -> bool:
+        limit = disk_limit(rows[-1]["wait_share"], rows[-1]["read_gb_s"])
+        warming_up = rows[0]["step"] == self._first_step
+        if limit and not self._disk_was_limit and not warming_up:
+            self._log.say(limit)
+        self._disk_was_limit = limit is not None and not warming_up
+
+    def _validate(self) -> bool:
         """Evaluate the held-out samples, over all processes; whether this is the best so far."""
         for _ in self._schedule.held_out:
-            self._stepper.evaluate(slots.take()[1])
+            self._stepper.evaluate(self._slots.take(), self._slots.release)
         sums = self._eager.held_out_sums
         self._world.sum(sums)
         values = dict(zip(sum_names(self._run.drafter.block_size), sums.tolist(), strict=True))
         sums.zero_()
-        self._watch.lap()
+        self._slots.traffic()
+        self._meter.restart()
         p = self._progress
         row = validation_row(p, values, self._run.drafter.block_size)
         self._validation = row

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +19,7 @@ from draftcache.common.files import write_text
 from draftcache.train.checkpoint import Progress
 
 METRICS_NAME, VALIDATION_NAME = "metrics.jsonl", "validation.jsonl"
-_SCALARS = ("loss", "accepted_length", "lr", "grad_norm", "tokens_s")
+_SCALARS = ("loss", "accepted_length", "lr", "grad_norm", "tokens_s", "wait_share", "read_gb_s")
 
 Row = dict[str, Any]
 
@@ -30,10 +29,9 @@ def metrics_row(
     sums: Mapping[str, float],  # by the names of `step.log_row_names`
     applied: bool,  # whether the update changed the weights
     tokens: int,  # real ones, over all processes
-    seconds: float,
     block_size: int,
 ) -> Row:
-    """One line of metrics.jsonl. Ratios of sums over the step's window; what has no finite value is None."""
+    """One line of metrics.jsonl but for its speed. Ratios of sums over the window; what is not finite is None."""
     return {
         "step": step,
         "loss": _ratio(sums, "loss", "weight"),
@@ -43,7 +41,6 @@ def metrics_row(
         "applied": applied,
         "skipped": int(sums["skipped"]),
         "tokens": tokens,
-        "seconds": round(seconds, 6),
     }
 
 
@@ -87,10 +84,15 @@ class RunLog:
         self._write(METRICS_NAME, rows)
         if self._board is not None:
             for row in rows:
-                values = row | {"tokens_s": row["tokens"] / row["seconds"] if row["seconds"] else None}
-                self._to_board("train", values)
-        self._bar.n = rows[-1]["step"]
-        self._bar.set_postfix(loss=rows[-1]["loss"], accepted=rows[-1]["accepted_length"])
+                self._to_board("train", row)
+        last = rows[-1]
+        self._bar.n = last["step"]
+        self._bar.set_postfix(
+            loss=last["loss"],
+            accepted=last["accepted_length"],
+            tokens_s=f"{last['tokens_s']:,.0f}",
+            waiting=f"{last['wait_share']:.0%}",
+        )
 
     def validation(self, row: Row) -> None:
         """Write and say one validation."""
@@ -132,18 +134,6 @@ class RunLog:
         for name in _SCALARS:
             if row.get(name) is not None:
                 self._board.add_scalar(f"{group}/{name}", row[name], row["step"])
-
-
-class StopWatch:
-    """Seconds since the last look."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self._last = self._last, time.perf_counter()
-        return self._last - before
 
 
 def read_rows(path: Path) -> list[Row]:

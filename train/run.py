@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from draftcache.train.checkpoint import (
 )
 from draftcache.train.guards import naming_memory
 from draftcache.train.loop import End, Loop, Schedule
+from draftcache.train.meter import Meter
 from draftcache.train.model.drafter import Drafter
 from draftcache.train.optim import Optimizer
 from draftcache.train.order import BucketIndex, context_shapes, held_out_batches, training_steps
@@ -69,6 +71,7 @@ class _Job:
     store: Store
     progress: Progress
     checkpoint: Path | None  # to begin from
+    began: float  # time.perf_counter() when the run was asked for
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -91,17 +94,19 @@ def resume(folder: Path, given: Mapping[str, Any]) -> TrainResult:
 
 
 def _new_job(config: TrainConfig, world: World) -> _Job:
+    began = time.perf_counter()
     store = world.together(lambda: open_store(config.store))
     run = world.together(lambda: resolve(config, store, world.size))
     config = settled(config, run)
     first = world.from_first(lambda: configs.to_dict(run))
     world.together(lambda: _check_same(configs.to_dict(run), first))
     world.from_first(lambda: write_run(config.out, run, config))
-    return _Job(run=run, config=config, store=store, progress=Progress(), checkpoint=None)
+    return _Job(run=run, config=config, store=store, progress=Progress(), checkpoint=None, began=began)
 
 
 def _old_job(folder: Path, given: Mapping[str, Any], world: World) -> _Job:
     """A run as its folder tells it; only the first process needs to see that folder."""
+    began = time.perf_counter()
     run = configs.from_dict(Run, world.from_first(lambda: configs.to_dict(read_run(folder))), str(folder))
     held = world.from_first(lambda: configs.to_dict(read_settings(folder)))
     saved = configs.from_dict(TrainConfig, held, str(folder))
@@ -117,7 +122,7 @@ def _old_job(folder: Path, given: Mapping[str, Any], world: World) -> _Job:
     changed = configs.differences(versions(), run.versions)
     if changed:
         _say(world, f"the run began with other versions, so numbers may differ in rounding: {'; '.join(changed)}")
-    return _Job(run=run, config=config, store=store, progress=progress, checkpoint=newest)
+    return _Job(run=run, config=config, store=store, progress=progress, checkpoint=newest, began=began)
 
 
 def _work(job: _Job, world: World) -> TrainResult:
@@ -145,8 +150,8 @@ def _work(job: _Job, world: World) -> TrainResult:
         log = stack.enter_context(RunLog(folder, job.progress, run.steps, tensorboard=config.tensorboard))
         saver = stack.enter_context(Saver(folder, files, config.keep))
         slots = stack.enter_context(_slots(job, schedule, max(shapes), device))
-        loop = Loop(run, config, world, eager, stepper, schedule, saver, log, job.progress)
-        end = loop.run(slots)
+        meter = Meter(job.began)
+        end = Loop(run, config, world, eager, stepper, schedule, saver, log, job.progress, slots, meter).run()
     metrics = end.metrics or (read_rows(config.out / METRICS_NAME) or [{}])[-1]
     return TrainResult(
         first=world.first, end=end, metrics=metrics, checkpoint=checkpoint_path(config.out, end.progress.step)
@@ -156,8 +161,10 @@ def _work(job: _Job, world: World) -> TrainResult:
 def _build(job: _Job, device: torch.device, world: World) -> tuple[Drafter, Optimizer, EagerStep]:
     """Drafter, optimizer and step with their weights and moments; the same in every process."""
     run, config, store = job.run, job.config, job.store
+    began = time.perf_counter()
     with naming_memory("the target's embedding and head", "nothing here: take a device with more"):
         parts = world.together(lambda: load_parts(store.path, store.manifest, device))
+    _say(world, f"embedding and head loaded in {time.perf_counter() - began:.1f} s")
     with naming_memory("the drafter and its optimizer", "--num-layers or --intermediate"):
         drafter = Drafter(run.drafter)
         drafter.initialise(run.seed)

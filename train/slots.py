@@ -1,27 +1,33 @@
-"""Brings ready ring buffers to the device: slots allocated once, a copy stream, events instead of syncs.
+"""Brings ready ring buffers to the device: one slot allocated once, a copy stream, events instead of syncs.
 
-While the step works on one slot, the copy stream fills the other. The host waits only when the device is so far behind
-that a ring buffer is still in transit; on the CPU a ring buffer is the slot.
+The step copies the slot into its own input before anything else and then releases it, so the next micro-batch travels
+while the step's graph runs. On the CPU a ring buffer is the slot.
 """
 
-from collections import deque
+import time
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
-from draftcache.train.order import MicroBatch
-from draftcache.train.ring import BUFFERS, Filled, Ring
-
-SLOTS = 2
-_MAX_IN_TRANSIT = BUFFERS - 2  # so that readers always have buffers to fill
+from draftcache.train.meter import Traffic
+from draftcache.train.ring import Filled, Ring
 
 
 class Slots(Protocol):
-    """Hands out micro-batches on the step's device, in order."""
+    """Hands out micro-batches on the step's device, in order, one at a time."""
 
-    def take(self) -> tuple[MicroBatch, FlatBatch]:
-        """The next micro-batch. The one handed out before is free again: its step must have been launched."""
+    def take(self) -> FlatBatch:
+        """The next micro-batch; the one before must have been released."""
+        ...
+
+    def release(self) -> None:
+        """What has been launched so far is all that reads the micro-batch taken last."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """What was moved and waited for since the last call. The device must be done with all that was launched."""
         ...
 
 
@@ -31,54 +37,104 @@ class HostSlots:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._held: Filled | None = None
+        self._traffic = Traffic()
 
-    def take(self) -> tuple[MicroBatch, FlatBatch]:
+    def take(self) -> FlatBatch:
         """See Slots."""
-        if self._held is not None:
-            self._ring.give_back(self._held)
+        assert self._held is None, "taken before the last micro-batch was released"
+        began = time.perf_counter()
         self._held = self._ring.take()
-        return self._held.micro_batch, self._held.batch
+        waited = time.perf_counter() - began
+        self._traffic += Traffic(read_bytes=self._held.read_bytes, wait_seconds=waited)
+        return self._held.batch
+
+    def release(self) -> None:
+        """See Slots."""
+        assert self._held is not None, "released before a micro-batch was taken"
+        self._ring.give_back(self._held)
+        self._held = None
+
+    def traffic(self) -> Traffic:
+        """See Slots."""
+        found, self._traffic = self._traffic, Traffic()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A micro-batch on its way to the slot, or there: what was read for it, and the copy's begin and end."""
+
+    filled: Filled
+    begun: torch.cuda.Event
+    arrived: torch.cuda.Event
 
 
 class DeviceSlots:
-    """Two slots on a CUDA device."""
+    """One slot on a CUDA device."""
 
     def __init__(self, ring: Ring, max_tokens: int, record_bytes: int, device: torch.device) -> None:
         self._ring = ring
         self._record_bytes = record_bytes
-        nbytes = batch_bytes(max_tokens, record_bytes)
-        self._blocks = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self._block = torch.zeros(batch_bytes(max_tokens, record_bytes), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
-        self._consumed = [torch.cuda.Event() for _ in range(SLOTS)]
-        self._in_transit: deque[tuple[Filled, torch.cuda.Event]] = deque()
-        self._count = 0
         self._stream.wait_stream(torch.cuda.current_stream())
+        self._free = torch.cuda.Event()
+        self._coming: _Coming | None = None  # copied or being copied, not yet taken
+        self._held: _Coming | None = None  # taken, its ring buffer not yet given back
+        self._taken: list[tuple[_Coming, torch.cuda.Event, torch.cuda.Event]] = []  # with begin and end of the wait
 
-    def take(self) -> tuple[MicroBatch, FlatBatch]:
+    def take(self) -> FlatBatch:
         """See Slots."""
         compute = torch.cuda.current_stream()
-        if self._count:
-            self._consumed[(self._count - 1) % SLOTS].record(compute)
-        self._release_arrived()
-        filled = self._ring.take()
-        slot = self._count % SLOTS
-        batch = view_batch(self._blocks[slot], filled.batch.tokens, self._record_bytes)
-        arrived = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._consumed[slot])
-            batch.block.copy_(filled.batch.block, non_blocking=True)
-            arrived.record()
-        compute.wait_event(arrived)
-        self._in_transit.append((filled, arrived))
-        self._count += 1
-        return filled.micro_batch, batch
+        idle = _event_on(compute)  # when the device has done all that was launched before
+        if self._coming is None:
+            self._give_back()
+            self._bring(self._ring.take())
+        coming, self._coming = self._coming, None
+        assert coming is not None, "brought nothing"
+        compute.wait_event(coming.arrived)
+        self._taken.append((coming, idle, _event_on(compute)))
+        self._held = coming
+        return view_batch(self._block, coming.filled.batch.tokens, self._record_bytes)
 
-    def _release_arrived(self) -> None:
-        while self._in_transit:
-            filled, arrived = self._in_transit[0]
-            if len(self._in_transit) >= _MAX_IN_TRANSIT:
-                arrived.synchronize()
-            elif not arrived.query():
-                return
-            self._in_transit.popleft()
-            self._ring.give_back(filled)
+    def release(self) -> None:
+        """See Slots. The next micro-batch sets out at once if it is ready."""
+        self._free.record(torch.cuda.current_stream())
+        self._give_back()
+        filled = self._ring.take_ready()
+        if filled is not None:
+            self._bring(filled)
+
+    def traffic(self) -> Traffic:
+        """See Slots."""
+        found = Traffic()
+        for coming, idle, going_on in self._taken:
+            found += Traffic(
+                read_bytes=coming.filled.read_bytes,
+                copied_bytes=coming.filled.batch.block.numel(),
+                copy_seconds=coming.begun.elapsed_time(coming.arrived) / 1000,
+                wait_seconds=idle.elapsed_time(going_on) / 1000,
+            )
+        self._taken.clear()
+        return found
+
+    def _bring(self, filled: Filled) -> None:
+        slot = view_batch(self._block, filled.batch.tokens, self._record_bytes)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._free)
+            begun = _event_on(self._stream)
+            slot.block.copy_(filled.batch.block, non_blocking=True)
+            self._coming = _Coming(filled, begun, _event_on(self._stream))
+
+    def _give_back(self) -> None:
+        """Return the ring buffer of the micro-batch in the slot. It arrived long ago unless the step waits for it."""
+        if self._held is not None:
+            self._held.arrived.synchronize()
+            self._ring.give_back(self._held.filled)
+            self._held = None
+
+
+def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(stream)
+    return event

@@ -33,6 +33,8 @@ from draftcache.train.model.weights import ComputeWeights
 from draftcache.train.optim import Optimizer
 from draftcache.train.world import ALONE, World
 
+Work = Callable[[], None]
+"""Device work without arguments or result, launched by the call."""
 _HEAD_SUMS = ("loss", "weight", "accepted", "blocks")
 _WARMUP_RUNS = 2
 
@@ -52,16 +54,19 @@ class StepConfig:
 class Stepper(Protocol):
     """What the loop calls: `micro_step` for every micro-batch, `update` after each window of them, or `evaluate`."""
 
-    def micro_step(self, batch: FlatBatch) -> None:
-        """Add one micro-batch's gradients and metric sums. The batch may be overwritten once this work is done."""
+    def micro_step(self, batch: FlatBatch, loaded: Work | None = None) -> None:
+        """Add one micro-batch's gradients and metric sums.
+
+        `loaded` is called when all has been launched that reads the batch.
+        """
         ...
 
     def update(self) -> None:
         """Step the optimizer with the window's mean gradient over all processes, write a log row, clear the window."""
         ...
 
-    def evaluate(self, batch: FlatBatch) -> None:
-        """Add one held-out micro-batch's metric sums to `EagerStep.held_out_sums`, and nothing else."""
+    def evaluate(self, batch: FlatBatch, loaded: Work | None = None) -> None:
+        """Add one held-out micro-batch's metric sums to `EagerStep.held_out_sums`, and nothing else; see micro_step."""
         ...
 
 
@@ -106,16 +111,20 @@ class EagerStep:
         counts = [self._optimizer.step, self._optimizer.skipped]
         return [*counts, self._sums, self.held_out_sums, self.log, self._log_index]
 
-    def micro_step(self, batch: FlatBatch) -> None:
+    def micro_step(self, batch: FlatBatch, loaded: Work | None = None) -> None:
         """See Stepper."""
         sums = self._forward(batch, self._draw_blocks(batch))
         sums.loss.backward()
         self._sums += _flat(sums)
+        if loaded:
+            loaded()
 
     @torch.no_grad()
-    def evaluate(self, batch: FlatBatch) -> None:
+    def evaluate(self, batch: FlatBatch, loaded: Work | None = None) -> None:
         """See Stepper."""
         self.held_out_sums += _flat(self._forward(batch, self._draw_blocks(batch)))
+        if loaded:
+            loaded()
 
     def update(self) -> None:
         """See Stepper."""
@@ -197,24 +206,25 @@ class CapturedStep:
         """Number of captured graphs."""
         return len(self._graphs) + len(self._evaluations) + 1
 
-    def micro_step(self, batch: FlatBatch) -> None:
+    def micro_step(self, batch: FlatBatch, loaded: Work | None = None) -> None:
         """Copy the batch into the static input, then replay its shape's graph."""
-        self._check(batch)
-        self._inputs[batch.tokens].block.copy_(batch.block)
+        self._load(batch, loaded)
         self._graphs[batch.tokens].replay()
 
     def update(self) -> None:
         """See Stepper."""
         self._update_graph.replay()
 
-    def evaluate(self, batch: FlatBatch) -> None:
+    def evaluate(self, batch: FlatBatch, loaded: Work | None = None) -> None:
         """Copy the batch into the static input, then replay its shape's evaluation graph."""
-        self._check(batch)
-        self._inputs[batch.tokens].block.copy_(batch.block)
+        self._load(batch, loaded)
         self._evaluations[batch.tokens].replay()
 
-    def _check(self, batch: FlatBatch) -> None:
-        """The input contract: the shape, dtype and device that a graph was captured for."""
+    def _load(self, batch: FlatBatch, loaded: Work | None) -> None:
+        """Bring a batch to the address that the graphs read, if it keeps the input contract.
+
+        The contract: the shape, dtype and device that a graph was captured for.
+        """
         inputs = self._inputs.get(batch.tokens)
         assert inputs is not None, f"a batch of {batch.tokens} tokens, but captured are {sorted(self._inputs)}"
         found, wanted = batch.block, inputs.block
@@ -223,6 +233,9 @@ class CapturedStep:
             f"a batch block of {tuple(found.shape)} {found.dtype} on {found.device}, "
             f"captured for {tuple(wanted.shape)} {wanted.dtype} on {wanted.device}"
         )
+        wanted.copy_(found)
+        if loaded:
+            loaded()
 
     def _capture_over(self, tokens: int, work: Callable[[FlatBatch], None]) -> torch.cuda.CUDAGraph:
         inputs = self._inputs[tokens]
@@ -230,7 +243,7 @@ class CapturedStep:
         inputs.documents.fill_(-1)
         return self._capture(lambda: work(inputs))
 
-    def _capture(self, work: "Work") -> torch.cuda.CUDAGraph:
+    def _capture(self, work: Work) -> torch.cuda.CUDAGraph:
         """Warm up and capture on a side stream, leaving the training state as it was.
 
         Warm-up batches are empty: their window weighs zero, so an update skips itself on the device and only the
@@ -251,14 +264,6 @@ class CapturedStep:
             tensor.copy_(value)
         self._eager.clear_gradients()
         return graph
-
-
-class Work(Protocol):
-    """Device work without arguments or result."""
-
-    def __call__(self) -> None:
-        """Launch it."""
-        ...
 
 
 def log_row_names(block_size: int) -> list[str]:
