@@ -1,0 +1,87 @@
+"""The drafter's attention by flex_attention and by our own kernels (prefix_attention.py), forward and backward.
+
+The physics: a slot sees the prefix of its document within the window, and its block. Both multiply whole tiles; what
+counts is how many keys they visit that nobody sees, and how near to the rate of a large product they run.
+
+    python -m draftcache.benchmarks.bench_attention [full] [qwen3-8b] [qwen3-0.6b]
+
+One layer at the geometries of step_cases, random values, medians; needs a CUDA device. Ours is used in training once it
+is faster here, forward and backward.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from draftcache.benchmarks.prefix_attention import prefix_attention, ranges
+from draftcache.benchmarks.rows import append_row
+from draftcache.benchmarks.step_cases import DEVICE, GEOMETRIES, Geometry, random_batch
+from draftcache.benchmarks.step_floor import attention_seconds, seconds
+from draftcache.common.record import record_spec
+from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
+from draftcache.train.model.attention import FlexAttention
+
+
+def run_case(name: str, g: Geometry) -> None:
+    """One geometry."""
+    batch = random_batch(g, record_spec(1, 64, "bf16", "none"), g.tokens, g.stride)
+    anchors, keep = draw_anchors(batch, 0, g.anchors)
+    blocks = lay_out_blocks(batch, anchors, keep, g.block_size, g.vocabulary - 1)
+    rule = g.drafter.rule(g.layer_type)
+    query = _random(g.slots, g.heads, g.head_dim)
+    context_key, context_value = (_random(g.tokens, g.kv_heads, g.head_dim) for _ in range(2))
+    key, value = (_random(g.slots, g.kv_heads, g.head_dim) for _ in range(2))
+    inputs = [query, context_key, context_value, key, value]
+    gradient = torch.randn_like(query)
+    flex = FlexAttention(blocks, g.tokens, {rule})
+    seen = ranges(anchors, keep, blocks.first, g.tokens, g.block_size, rule.window or 0, rule.causal)
+
+    def by_flex() -> Tensor:
+        keys, values = (
+            torch.cat([context.transpose(0, 1), own.transpose(0, 1)], dim=1).transpose(0, 1)
+            for context, own in ((context_key, key), (context_value, value))
+        )
+        return flex(query, keys, values, rule)
+
+    def by_ours() -> Tensor:
+        return prefix_attention(query, context_key, context_value, key, value, seen)
+
+    found, wanted = (torch.autograd.grad(f(), inputs, gradient) for f in (by_ours, by_flex))
+    torch.testing.assert_close(by_ours(), by_flex(), rtol=2e-2, atol=2e-2)
+    for a, b in zip(found, wanted, strict=True):
+        assert ((a - b).float().norm() / b.float().norm()).item() < 2e-2, "gradients differ"
+    floor = attention_seconds(g) / g.layers
+    rows = []
+    for engine, work in (("flex", by_flex), ("prefix", by_ours)):
+        forward, both = seconds(work), seconds(_with_backward(work, inputs, gradient))
+        rows.append([engine, 1000 * forward, 1000 * both, floor / both])
+        metrics = {"forward_s": forward, "both_s": both, "floor_share": floor / both}
+        append_row("bench_attention", f"{name}/{engine}", metrics)
+    print(tabulate(rows, headers=["engine", "forward, ms", "with backward, ms", "of the floor"], floatfmt=".2f"))
+
+
+def _with_backward(work: Callable[[], Tensor], inputs: list[Tensor], gradient: Tensor) -> Callable[[], None]:
+    def both() -> None:
+        torch.autograd.grad(work(), inputs, gradient)
+
+    return both
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+
+
+def main() -> None:
+    """Run the geometries given, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("geometries", nargs="*", choices=[*GEOMETRIES, []])
+    for name in parser.parse_args().geometries or GEOMETRIES:
+        print(f"--- {name}")
+        run_case(name, GEOMETRIES[name])
+
+
+if __name__ == "__main__":
+    main()
