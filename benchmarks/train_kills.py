@@ -2,9 +2,10 @@
 
     python -m draftcache.benchmarks.train_kills [--count 25] [--device cpu] [--steps 60]
 
-On CUDA both runs are made with --deterministic. Each attempt is a forked process, killed by SIGKILL after a random
-time: while it loads, trains, validates or writes. Final weights, moments and state must be equal byte for byte, and the
-rows of all steps and validations too. The row is bench_train's.
+On CUDA both runs are made with --deterministic; --steps 2000 there makes the training longer than the loading. Each
+attempt is a forked process, killed by SIGKILL after a random time: while it loads, trains, validates or writes. Final
+weights, moments and state must be equal byte for byte, and the rows of all steps and validations too. The row is
+bench_train's.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from draftcache.common.store import open_store
 from draftcache.tests.runs import outcome, small_run
 from draftcache.tests.stores import tiny_store
 from draftcache.train.checkpoint import holds_run
+from draftcache.train.report import METRICS_NAME, read_rows
 from draftcache.train.run import resume, train
 from draftcache.train.settings import TrainConfig
 
@@ -34,19 +36,23 @@ from draftcache.train.settings import TrainConfig
 def kill_campaign(folder: Path, count: int, device: str, steps: int) -> dict[str, float]:
     """Kill `count` attempts in all; figures of how many finished runs equal the one that was left alone."""
     in_child(lambda: tiny_store(folder / "made"), None)
-    config = small_run(open_store(folder / "made" / "store"), folder / "alone", steps=steps, save_every=5)
+    store = open_store(folder / "made" / "store")
+    config = small_run(
+        store, folder / "alone", steps=steps, save_every=max(1, steps // 12), validate_every=max(1, steps // 8)
+    )
     config = dataclasses.replace(config, device=device, deterministic=device.startswith("cuda"))
     seconds = -time.perf_counter()
     in_child(lambda: go_on(config), None)
     seconds += time.perf_counter()
     wanted = outcome(config.out)
+    loading = seconds - sum(row["seconds"] for row in read_rows(config.out / METRICS_NAME))
     rng = random.Random(0)
     killed = finished = equal = 0
     moments: set[int] = set()
     with tqdm(total=count, desc="kills", disable=None) as bar:
         while killed < count:
             again = dataclasses.replace(config, out=folder / f"killed-{finished}")
-            while not in_child(lambda run=again: go_on(run), rng.uniform(0.02, 1.0) * seconds):  # type: ignore[misc]
+            while not in_child(lambda run=again: go_on(run), rng.uniform(0.5 * loading, seconds)):  # type: ignore[misc]
                 killed += 1
                 moments.add(rows_in(again.out))
                 bar.update()

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,23 @@ def refusal(**changes: object) -> str:
     with pytest.raises(UsageError) as caught:
         rebuild(**changes)
     return str(caught.value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A configuration that names files."""
+
+    folder: Path
+    other: Path | None = None
+
+
+def test_paths_are_written_as_text_and_read_back() -> None:
+    place = Place(folder=Path("/a/b"))
+    plain = to_dict(place)
+    assert plain == {"folder": "/a/b", "other": None}
+    assert from_dict(Place, plain, "here") == place
+    with pytest.raises(UsageError, match="folder"):
+        from_dict(Place, {"folder": 3}, "here")
 
 
 def test_round_trip_through_json() -> None:

@@ -16,6 +16,7 @@ from draftcache.train.order import (
     Cursor,
     MicroBatch,
     Step,
+    check_fits,
     context_shapes,
     epoch_batches,
     hash32,
@@ -209,7 +210,9 @@ def test_full_scale_shapes() -> None:
 
 def test_packing_refuses_a_sample_longer_than_the_budget() -> None:
     with pytest.raises(UsageError, match="sample 6 has 200 tokens"):
-        epoch_batches({200: index([2, 6], [20, 200])}, Batching(kind="packed", token_budget=128), 0, 0)
+        check_fits({200: index([2, 6], [20, 200])}, Batching(kind="packed", token_budget=128))
+    check_fits({200: index([2, 6], [20, 200])}, Batching(kind="packed", token_budget=129))
+    check_fits({200: index([2, 6], [20, 200])}, Batching(kind="bucket", token_budget=128))
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,24 @@ def epoch_batches(buckets: Mapping[int, BucketIndex], batching: Batching, seed: 
 
 def steps_per_epoch(buckets: Mapping[int, BucketIndex], batching: Batching, per_step: int) -> int:
     """Steps of an epoch. In packed batching the count may vary a little with the shuffle; this is epoch 0's."""
-    return -(-len(epoch_batches(buckets, batching, 0, 0)) // per_step)
+    if batching.kind == "packed":
+        count = len(epoch_batches(buckets, batching, 0, 0))
+    else:
+        count = sum(-(-len(index.samples) // batching.bucket_rows(c, index.size)) for c, index in buckets.items())
+    return -(-count // per_step)
+
+
+def check_fits(buckets: Mapping[int, BucketIndex], batching: Batching) -> None:
+    """Raise UsageError for a sample that is longer than a packed micro-batch."""
+    for index in buckets.values() if batching.kind == "packed" else ():
+        longest = int(index.lengths.argmax())
+        if index.lengths[longest] > round_up(batching.token_budget, CONTEXT_MULTIPLE):
+            raise UsageError(
+                f"sample {index.samples[longest]} has {index.lengths[longest]} tokens, "
+                f"the token budget is {batching.token_budget}",
+                needed="a budget that holds the longest sample",
+                do="raise --token-budget",
+            )
 
 
 def training_steps(
@@ -233,12 +250,7 @@ def _packed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int, e
         ceiling, i = everything[position]
         length = int(buckets[ceiling].lengths[i])
         span = round_up(length, CHUNK_TOKENS)
-        if span > tokens:
-            raise UsageError(
-                f"sample {samples[position]} has {length} tokens, the token budget is {batching.token_budget}",
-                needed="a budget that holds the longest sample",
-                do="raise --token-budget",
-            )
+        assert span <= tokens, "check_fits comes first"
         if used + span > tokens:
             batches.append(MicroBatch(tokens, epoch, tuple(current)))
             current, used = [], 0

@@ -22,6 +22,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
     if out.suffix not in SUFFIXES:
         raise UsageError(f"--out {out}", needed=f"a file that ends in one of {list(SUFFIXES)}", do="correct --out")
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
@@ -30,35 +31,32 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
     curves = {name: _rows(run) for name, run in zip(_names(runs), runs, strict=True)}
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     panels = figure.subplots(2, 3).flat
-    for axes, (column, title) in zip(panels, _PANELS, strict=False):
+    for axes, (column, title, scale) in zip(panels, _PANELS, strict=False):
         for color, (name, (steps, validations)) in enumerate(curves.items()):
             _draw(axes, column, steps, validations, name, f"C{color}")
-        axes.set(title=title, xlabel="step")
+        axes.set(title=title, xlabel="step", yscale=scale)
         axes.grid(alpha=0.3)
     _draw_slots(panels[5], {name: validations for name, (_, validations) in curves.items()})
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    with rc_context({"svg.hashsalt": "draftcache"}):  # the same runs give the same bytes
+        figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
 _PANELS = (
-    ("loss", "loss"),
-    ("accepted_length", "accepted length"),
-    ("grad_norm", "gradient norm before clipping"),
-    ("lr", "learning rate"),
-    ("tokens_s", "tokens per second"),
+    ("loss", "loss", "log"),
+    ("accepted_length", "accepted length", "linear"),
+    ("grad_norm", "gradient norm before clipping", "log"),
+    ("lr", "learning rate", "linear"),
+    ("tokens_s", "tokens per second", "linear"),
 )
 
 
 def _rows(run: Path) -> tuple[list[Row], list[Row]]:
     read_run(run)
-    steps = [row | {"tokens_s": _speed(row)} for row in read_rows(run / METRICS_NAME) if row["applied"]]
+    steps = [row for row in read_rows(run / METRICS_NAME) if row["applied"]]
     if not steps:
         raise UsageError(f"{run} has no steps yet", needed="a run that was trained", do="plot it later")
     return steps, read_rows(run / VALIDATION_NAME)
-
-
-def _speed(row: Row) -> float | None:
-    return row["tokens"] / row["seconds"] if row["seconds"] else None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
@@ -72,18 +70,19 @@ def _draw(axes: Any, column: str, steps: list[Row], validations: list[Row], name
     if points:
         at, values = zip(*points, strict=True)
         axes.plot(at, values, color=color, alpha=0.25, linewidth=0.7)
-        axes.plot(at, _smooth(values), color=color, label=name)
+        axes.plot(at, values if column == "lr" else _smooth(values), color=color, label=name)
     held_out = [(row["step"], row[column]) for row in validations if row.get(column) is not None]
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o", color=color, markersize=5, label=f"{name}, held out")
 
 
 def _draw_slots(axes: Any, validations: dict[str, list[Row]]) -> None:
-    """Accuracy of every slot in the last validation."""
+    """Accuracy of every slot at the last validation."""
     for color, (name, rows) in enumerate(validations.items()):
         accuracy = rows[-1]["accuracy"] if rows else []
         axes.plot(range(1, len(accuracy) + 1), accuracy, "o-", color=f"C{color}", markersize=3, label=name)
-    axes.set(title="held-out accuracy by slot, last validation", xlabel="slot")
+    axes.set(title="held-out accuracy by slot", xlabel="slot")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
 
 

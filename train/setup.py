@@ -21,7 +21,7 @@ from draftcache.train.kernels.float8 import WIDTH_MULTIPLE
 from draftcache.train.model.anchors import MAX_CONTEXT_TOKENS
 from draftcache.train.model.attention import TILE
 from draftcache.train.model.drafter import FULL, SLIDING, DrafterConfig
-from draftcache.train.order import Batching, BucketIndex, context_shapes, epoch_batches, split, steps_per_epoch
+from draftcache.train.order import Batching, BucketIndex, check_fits, context_shapes, split, steps_per_epoch
 from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.warm_start import check_start
 
@@ -56,9 +56,7 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
     largest = max(context_shapes(trained, batching))
     if largest >= MAX_CONTEXT_TOKENS:
         raise UsageError(f"a context of {largest} tokens", needed=f"below {MAX_CONTEXT_TOKENS}", do="lower the budget")
-    epoch_batches(
-        bucket_index(store), batching, config.seed, 0
-    )  # refuses a budget that the longest sample does not fit
+    check_fits(bucket_index(store), batching)
     micro_batches = config.accumulate * world_size
     return Run(
         drafter=drafter,
