@@ -26,7 +26,7 @@ _MAX_TOKENS = 512
 
 
 @torch.no_grad()
-def prove_first_batch(
+def prove_batch(
     target: Target,
     layer_ids: Sequence[int],
     record: RecordSpec,

@@ -24,7 +24,7 @@ from draftcache.extract.buckets import Batch, plan_batches
 from draftcache.extract.estimate import Estimate, check_space, estimate, free_bytes
 from draftcache.extract.forward import Forward, batch_inputs
 from draftcache.extract.plan import ExtractConfig, Plan, make_plan
-from draftcache.extract.proof import prove_first_batch
+from draftcache.extract.proof import prove_batch
 from draftcache.extract.ranks import Ranks, joined_ranks, world_size
 from draftcache.extract.speed import ForwardClock, Speed
 from draftcache.extract.writer import Writer
@@ -217,7 +217,7 @@ def _prove(
         return False
     layer_ids, record = plan.manifest.settings.layer_ids, plan.manifest.record
     row = lengths.where(sound, lengths.max() + 1).argmin()[None]
-    prove_first_batch(target, layer_ids, record, input_ids[row], lengths[row], records[row])
+    prove_batch(target, layer_ids, record, input_ids[row], lengths[row], records[row])
     return True
 
 

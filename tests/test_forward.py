@@ -62,5 +62,6 @@ def test_a_ceiling_that_is_not_whole_chunks(target: Target) -> None:
 
 
 def test_a_closed_forward_removes_its_hooks(target: Target) -> None:
+    before = [len(layer._forward_hooks) for layer in target.layers]  # transformers may have put some of its own
     run_forward(target, random_samples(5, ceiling=64))
-    assert all(not layer._forward_hooks for layer in target.layers)
+    assert [len(layer._forward_hooks) for layer in target.layers] == before

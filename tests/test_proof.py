@@ -14,7 +14,7 @@ from draftcache.common.store import BucketSamples
 from draftcache.common.target import Target, load_target
 from draftcache.extract.buckets import Batch
 from draftcache.extract.forward import Forward, batch_inputs
-from draftcache.extract.proof import prove_first_batch
+from draftcache.extract.proof import prove_batch
 from draftcache.extract.run import extract
 from draftcache.tests.states import CPU, RECORD, random_samples, run_forward
 from draftcache.tests.stores import (
@@ -26,10 +26,10 @@ from draftcache.tests.stores import (
 
 
 def prove(target: Target, samples: BucketSamples, records: Tensor, layer_ids: Sequence[int] = LAYER_IDS) -> None:
-    """`prove_first_batch` of one batch of all samples."""
+    """`prove_batch` of one batch of all samples."""
     batch = Batch(ceiling=samples.ceiling, shard=0, first=0, count=len(samples.samples))
     spec = record_spec(len(layer_ids), HIDDEN, "bf16", "last")
-    prove_first_batch(target, layer_ids, spec, *batch_inputs(samples, batch, CPU), records)
+    prove_batch(target, layer_ids, spec, *batch_inputs(samples, batch, CPU), records)
 
 
 SAMPLES = random_samples(60, 40, 64, ceiling=64)
