@@ -230,7 +230,9 @@ def export(**flags: Any) -> None:
 
 
 @cli.command()
-@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option(
+    "--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run, or a checkpoint; may be repeated."
+)
 @click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
 @click.option("--target", type=FOLDER, required=True, help="Folder of the target model.")
 @click.option("--data", type=FOLDER, required=True, multiple=True, help="Prompts as JSONL; may be repeated.")
@@ -281,7 +283,9 @@ def plot(runs: tuple[Path, ...], out: Path) -> None:
 
 @cli.command()
 @click.option("--store", type=FOLDER, required=True, help="Store made by `extract`: the run's own, or another.")
-@click.option("--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run of `train`; may be repeated.")
+@click.option(
+    "--checkpoint", "checkpoints", type=FOLDER, multiple=True, help="A run, or a checkpoint; may be repeated."
+)
 @click.option("--drafter", "drafters", type=FOLDER, multiple=True, help="An exported folder; may be repeated.")
 @click.option("--limit", type=int, help="Use at most so many samples.")
 @click.option("--device", help="Torch device.  [default: cuda if there is one]")

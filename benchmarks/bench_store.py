@@ -12,8 +12,6 @@ zarrs, tensorstore and safetensors take part where they are installed.
 """
 
 import argparse
-import ctypes
-import mmap
 import os
 import resource
 import shutil
@@ -30,6 +28,7 @@ import zarr
 from tabulate import tabulate
 
 from draftcache.benchmarks.rows import append_row
+from draftcache.common import pagecache
 from draftcache.common.layout import DEFAULT_CEILINGS, DEFAULT_TOKEN_BUDGET, ShardGeometry, rows_per_batch
 from draftcache.common.memory import aligned_bytes
 from draftcache.common.record import CODECS, TEACHERS, record_spec
@@ -240,15 +239,9 @@ WRITERS: dict[str, Callable[[Bench], None]] = {
 
 def evict(folder: Path) -> None:
     """Drop every file from the page cache and check that none of its pages is left."""
-    os.sync()
-    for path in (p for p in folder.rglob("*") if p.is_file() and p.stat().st_size):
+    for path in (p for p in folder.rglob("*") if p.is_file()):
         fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as view:
-            pages = (ctypes.c_ubyte * -(-len(view) // mmap.PAGESIZE))()
-            address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), pages) == 0
-            cached = sum(page & 1 for page in pages)
+        cached = pagecache.evict(fd)
         os.close(fd)
         assert cached == 0, f"{path}: {cached} pages are still in the page cache"
 

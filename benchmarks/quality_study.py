@@ -22,6 +22,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -33,6 +34,7 @@ from tqdm import tqdm
 
 from draftcache.benchmarks.quality_peer import PeerRun, train_peer
 from draftcache.benchmarks.rows import append_row
+from draftcache.common.errors import StoreError
 from draftcache.common.store import Store, is_store, open_store
 from draftcache.common.target import Target, load_parts, load_target, load_tokenizer
 from draftcache.extract.plan import ExtractConfig
@@ -123,6 +125,9 @@ def split(study: Study) -> tuple[Path, Path]:
 def store_of(study: Study, data: Path, codec: str, stored: str) -> Store:
     """A store of these lines, extracted if it is not there."""
     path = study.work / f"store-{data.stem}-{codec}-{stored}"
+    if is_store(path):
+        with suppress(StoreError):  # not finished: go on below
+            return open_store(path)
     config = ExtractConfig(
         target=study.target,
         data=(data,),

@@ -8,10 +8,14 @@ Every byte of a file follows from the records and their lengths: the gaps are ze
 So reading a row checks the size, the index, every checksum and every gap. What a checksum beside its own data cannot
 say is whether this is the row that was written here: a sound shard copied over another passes it. So the journal keeps
 a digest of every row, and a row must match that too. Any difference is a DamageError.
+
+A shard that lies in the page cache when a reader first meets it is read from there, others past it.
 """
 
 import errno
+import fcntl
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +30,7 @@ from draftcache.common.errors import DamageError
 from draftcache.common.files import atomic_path
 from draftcache.common.layout import CHECKSUM_BYTES, PAGE, ShardGeometry, round_up
 from draftcache.common.memory import aligned_bytes
+from draftcache.common.pagecache import cached_pages
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -118,7 +123,7 @@ class RowReader:
 
     def __init__(self) -> None:
         self._scratch = aligned_bytes(PAGE).reshape(-1, PAGE)
-        self._sound_indexes: set[Path] = set()
+        self._cached: dict[Path, bool] = {}  # the shards whose index is sound: whether they lay in memory then
 
     def read_row(
         self,
@@ -137,10 +142,15 @@ class RowReader:
             fd = _open(shard.path, os.O_RDONLY, direct=_aligned(out))
             try:
                 index_bytes = self._check_size_and_index(fd, shard)
+                begin, nbytes = shard.first_chunk[row] * geometry.chunk_span, live * geometry.chunk_span
+                if index_bytes:
+                    self._cached[shard.path] = _lies_in_memory(shard.path, fd, begin, nbytes)
+                if self._cached[shard.path]:
+                    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDONLY)
                 payloads = out[: live * geometry.chunk_bytes].reshape(live, geometry.chunk_bytes)
                 pages = self._pages(live)
                 iovecs = [part for pair in zip(payloads, pages, strict=True) for part in pair]
-                read = _transfer(os.preadv, fd, iovecs, shard.first_chunk[row] * geometry.chunk_span)
+                read = _transfer(os.preadv, fd, iovecs, begin)
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -148,7 +158,7 @@ class RowReader:
         except OSError as error:
             raise shard_damage(shard.path, shard.samples, f"cannot be read: {error.strerror}") from None
         here = [shard.samples[row]]
-        if read != live * geometry.chunk_span:
+        if read != nbytes:
             raise shard_damage(shard.path, here, f"ends after {read} bytes of row {row}")
         checksums = [crc32c(payload) for payload in payloads]
         stored = pages[:, :CHECKSUM_BYTES].copy().view("<u4")[:, 0].tolist()
@@ -165,7 +175,7 @@ class RowReader:
         size = os.fstat(fd).st_size
         if size != shard.size:
             raise shard_damage(shard.path, shard.samples, f"is {size} bytes long instead of {shard.size}")
-        if shard.path in self._sound_indexes:
+        if shard.path in self._cached:
             return 0
         index_bytes = shard.geometry.index_bytes
         nbytes = round_up(index_bytes, PAGE)
@@ -175,7 +185,6 @@ class RowReader:
         right = np.array_equal(found[-index_bytes:], shard_index(shard.geometry, shard.lengths))
         if read != nbytes or not right or found[:-index_bytes].any():
             raise shard_damage(shard.path, shard.samples, "has a damaged index")
-        self._sound_indexes.add(shard.path)
         return nbytes
 
     def _pages(self, count: int) -> Bytes:
@@ -210,19 +219,23 @@ def _open(path: Path, flags: int, *, direct: bool) -> int:
     return os.open(path, flags, 0o644)
 
 
+def _lies_in_memory(path: Path, fd: int, offset: int, nbytes: int) -> bool:
+    """Whether the page cache holds the first and the last page of this part of a file."""
+    may_ask = nbytes and os.access(path, os.W_OK)
+    return bool(may_ask and cached_pages(fd, offset, PAGE) and cached_pages(fd, offset + nbytes - PAGE, PAGE))
+
+
 def _transfer(call: Callable[..., int], fd: int, buffers: list[Bytes], offset: int) -> int:
     """Run `preadv` or `pwritev` until every buffer is done or the file ends; returns the bytes transferred."""
-    done = 0
-    while buffers:
-        count = call(fd, buffers[:_MAX_IOVECS], offset + done)
+    done = first = 0
+    ends = list(accumulate(buffer.nbytes for buffer in buffers))
+    while first < len(buffers):
+        head = buffers[first][len(buffers[first]) - (ends[first] - done) :]
+        count = call(fd, [head, *buffers[first + 1 : first + _MAX_IOVECS]], offset + done)
         if count == 0:
             break
         done += count
-        while buffers and count >= buffers[0].nbytes:
-            count -= buffers[0].nbytes
-            buffers = buffers[1:]
-        if count:
-            buffers = [buffers[0][count:], *buffers[1:]]
+        first = bisect_right(ends, done)
     return done
 
 

@@ -41,7 +41,8 @@ def show_samples(store: Store, count: int) -> None:
     """What `stats --show` prints: supervised text in green, or between marks where there are no colours."""
     colours = sys.stdout.isatty()
     for sample in read_samples(store, count):
-        click.echo(click.style(f"sample {sample.number}, bucket {sample.ceiling}, {sample.tokens} tokens", bold=True))
+        title = f"sample {sample.number}, bucket {sample.ceiling}, {sample.tokens} tokens"
+        click.echo(click.style(title + (", void" if sample.void else ""), bold=True))
         for text, supervised in sample.parts:
             marked = click.style(text, fg="green", bold=True) if colours else f"[[{text}]]"
             click.echo(marked if supervised else text, nl=False)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,14 @@ def test_stats_shows_samples_with_their_supervised_text(
     assert "c?" not in plain
     two = run(capsys, "stats", "--store", store.path, "--show", 2).out
     assert "<|im_start|>user\nc?<|im_end|>\n<|im_start|>assistant\n[[C<|im_end|>]]" in two
+
+
+def test_on_a_terminal_supervised_text_is_green(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config: ExtractConfig
+) -> None:
+    store = extract(config)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\x1b[32m\x1b[1mA<|im_end|>\x1b[0m" in run(capsys, "stats", "--store", store.path, "--show", 1).out
 
 
 def test_special_tokens_are_those_that_a_server_may_meet(tmp_path: Path) -> None:

@@ -44,7 +44,12 @@ def prompts(tmp_path: Path) -> Path:
 def test_speculative_text_is_the_targets_own(run_folder: Path, target_folder: Path, prompts: Path) -> None:
     (report,) = evaluate(
         EvaluateConfig(
-            checkpoints=(run_folder,), target=target_folder, data=(prompts,), max_new_tokens=24, dtype="float32"
+            checkpoints=(run_folder,),
+            target=target_folder,
+            data=(prompts,),
+            max_new_tokens=24,
+            dtype="float32",
+            device="cpu",
         )
     )
     assert (report.prompts, report.equal, report.differences) == (3, 3, ())
@@ -55,6 +60,24 @@ def test_speculative_text_is_the_targets_own(run_folder: Path, target_folder: Pa
     assert report.along_path == pytest.approx(report.accepted_length, rel=0.1)  # the last block may be cut off
 
 
+def test_in_bfloat16_texts_part_at_ties_only(run_folder: Path, target_folder: Path, tmp_path: Path) -> None:
+    lines = [{"input_ids": [40 + 7 * i, 10, 65 + i], "loss_mask": [0, 0, 1]} for i in range(12)]
+    data = write_jsonl(tmp_path / "many.jsonl", lines)
+    (report,) = evaluate(
+        EvaluateConfig(
+            checkpoints=(run_folder,),
+            target=target_folder,
+            data=(data,),
+            max_new_tokens=32,
+            dtype="bfloat16",
+            device="cpu",
+        )
+    )
+    assert report.unexplained == 0
+    assert (report.equal or 0) + len(report.differences) == report.prompts == 12
+    assert all(0 <= d.gap <= TIE_ULPS * 2**-7 for d in report.differences)
+
+
 def test_sampling_is_repeatable_and_compares_no_texts(run_folder: Path, target_folder: Path, prompts: Path) -> None:
     config = EvaluateConfig(
         checkpoints=(run_folder,),
@@ -63,6 +86,7 @@ def test_sampling_is_repeatable_and_compares_no_texts(run_folder: Path, target_f
         max_new_tokens=12,
         sampling=Sampling(temperature=1.0, seed=4),
         dtype="float32",
+        device="cpu",
     )
     a, b = (evaluate(config)[0] for _ in range(2))
     assert a.equal is None

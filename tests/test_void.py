@@ -71,7 +71,7 @@ def flags(
         output[0, 12] *= 0.0  # padding of the first sample, which nobody reads
         return output
 
-    target.layers[spoil[0] if spoil else 0].register_forward_hook(change)
+    target.layers[spoil[0] if spoil else LAYER_IDS[0]].register_forward_hook(change)
     spec = record_spec(len(LAYER_IDS), HIDDEN, codec, teacher)
     with Forward(target, LAYER_IDS, spec, 3 * row_stride(64), device) as forward:
         forward(*batch_inputs(bucket, Batch(ceiling=64, shard=0, first=0, count=3), device))
@@ -129,6 +129,12 @@ def test_stats_and_verify_count_void_samples_apart(void_store: Store, capsys: py
     assert (report.samples, report.void, report.damage) == (8, 2, ())
     assert "2 samples are void" in run(capsys, "stats", "--store", void_store.path).out
     assert "2 void" in run(capsys, "verify", "--store", void_store.path).out
+    shown = run(capsys, "stats", "--store", void_store.path, "--show", 3).out
+    assert [line.endswith(", void") for line in shown.splitlines() if line.startswith("sample ")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_too_many_void_samples_stop_the_run(tmp_path: Path, broken_target: Path) -> None:

@@ -53,14 +53,10 @@ _PANELS = (
 
 def _rows(run: Path) -> tuple[list[Row], list[Row]]:
     read_run(run)
-    steps = [row | {"tokens_s": _speed(row)} for row in read_rows(run / METRICS_NAME) if row["applied"]]
+    steps = [row for row in read_rows(run / METRICS_NAME) if row["applied"]]
     if not steps:
         raise UsageError(f"{run} has no steps yet", needed="a run that was trained", do="plot it later")
     return steps, read_rows(run / VALIDATION_NAME)
-
-
-def _speed(row: Row) -> float | None:
-    return row["tokens"] / row["seconds"] if row["seconds"] else None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

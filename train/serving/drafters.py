@@ -11,7 +11,7 @@ import torch
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, MismatchError, UsageError, first_line
 from draftcache.common.manifest import TargetIdentity
-from draftcache.train.checkpoint import load_drafter
+from draftcache.train.checkpoint import WEIGHTS, best_checkpoint, load_drafter
 from draftcache.train.model.drafter import Drafter
 from draftcache.train.serving.released import load_released
 
@@ -29,6 +29,11 @@ class Loaded:
     validation_share: float = 0.0
 
 
+def chosen_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a folder stands for: itself, or of a run the one of the best validation, else the newest."""
+    return folder if (folder / WEIGHTS).exists() else best_checkpoint(folder)
+
+
 def load_drafters(
     checkpoints: Sequence[Path],  # runs, or single checkpoints of them
     folders: Sequence[Path],  # exported or released
@@ -40,7 +45,7 @@ def load_drafters(
         raise UsageError("no drafter", needed="--checkpoint or --drafter", do="pass one, or several to compare")
     loaded = []
     for path in checkpoints:
-        run, drafter = load_drafter(path, device)
+        run, drafter = load_drafter(chosen_checkpoint(path), device)
         _check_target(run.target, target)
         identity, share = run.store_identity, run.validation_share
         loaded.append(Loaded(name=str(path), drafter=drafter, store_identity=identity, validation_share=share))

@@ -25,11 +25,11 @@ from draftcache.common.errors import CheckpointError, MismatchError, UsageError
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
 from draftcache.common.manifest import Manifest, read_manifest
 from draftcache.common.version import VERSION
-from draftcache.train.checkpoint import WEIGHTS, Run, best_checkpoint, load_drafter, read_progress
+from draftcache.train.checkpoint import Run, load_drafter, read_progress
 from draftcache.train.model.drafter import SLIDING, DrafterConfig
 from draftcache.train.report import METRICS_NAME, VALIDATION_NAME
 from draftcache.train.serving.card import model_card
-from draftcache.train.serving.drafters import ORIGIN_NAME
+from draftcache.train.serving.drafters import ORIGIN_NAME, chosen_checkpoint
 from draftcache.train.serving.parity import Parity, compare_on_store
 from draftcache.train.serving.released import (
     CONFIG_NAME,
@@ -75,8 +75,7 @@ def export(config: ExportConfig) -> ExportResult:
     """Write the folder. Raises DraftcacheError, leaving nothing behind, for what cannot be served or read back."""
     if config.out.exists():
         raise UsageError(f"{config.out} exists", needed="a new folder", do="choose another --out")
-    given = config.checkpoint
-    checkpoint = given if (given / WEIGHTS).exists() else best_checkpoint(given)
+    checkpoint = chosen_checkpoint(config.checkpoint)
     run, drafter = load_drafter(checkpoint, torch.device("cpu"))
     check_servable(run.drafter, run.target, config.layout)
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in drafter.state_dict().items()}
