@@ -14,6 +14,7 @@ lies on the disk to be measured. `--small` runs a tiny geometry, on the CPU if t
     cold        from the disk: nothing of the store in the page cache before, checked by mincore, nor after
     warm        from the page cache, all of it there, checked likewise
     x_resident  step rate over that of `resident`
+    x_ours      the peer's seconds of a step over ours from the page cache
     x_raw       step rate over the lesser of `resident` and what raw reads of so many bytes would allow
 """
 
@@ -272,7 +273,7 @@ def run_peer(bench: Bench, steps: int, on_device: Fed, ours: Fed) -> None:
     fed = timed(bench, min(steps, len(loader) - WARM_STEPS), feed)
     fed = dataclasses.replace(fed, tokens=float(torch.stack(real[WARM_STEPS:]).double().mean()))
     metrics = {name: value for name, value in fed.metrics.items() if name in ("step_s", "tokens_s")}
-    metrics |= ratios(fed, on_device) | {"x_ours": ours.step_s / fed.step_s}
+    metrics |= ratios(fed, on_device) | {"x_ours": fed.step_s / ours.step_s}
     bench.row("warm/bf16+last/speculators", metrics)
 
 

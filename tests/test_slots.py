@@ -96,7 +96,7 @@ def test_a_run_says_so_when_the_disk_is_slow(
         return fill_row(*args)
 
     monkeypatch.setattr(rings, "fill_row", fill)
-    result = train(small_run(store, tmp_path / "run", steps=7, log_every=3, share=0))
+    result = train(small_run(store, tmp_path / "run", steps=7, log_every=3, save_every=None, share=0))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     said = capsys.readouterr().err
     assert said.count("first step after") == 1
