@@ -18,7 +18,6 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +26,9 @@ import numpy as np
 import zarr
 from tabulate import tabulate
 
+from draftcache.benchmarks import disk
+from draftcache.benchmarks.disk import REQUEST_BYTES, evict, in_threads
 from draftcache.benchmarks.rows import append_row
-from draftcache.common import pagecache
 from draftcache.common.layout import DEFAULT_CEILINGS, DEFAULT_TOKEN_BUDGET, ShardGeometry, rows_per_batch
 from draftcache.common.memory import aligned_bytes
 from draftcache.common.record import CODECS, TEACHERS, record_spec
@@ -37,7 +37,6 @@ from draftcache.common.store import BucketSamples, bucket_path, create_store
 
 TAPS, HIDDEN = 5, 5120
 THREADS = 2
-REQUEST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +96,9 @@ def build(folder: Path, shards: int, ceiling: int) -> Bench:
     return Bench(folder=folder, geometry=geometry, shards=written, records=padded)
 
 
-def read_raw(bench: Bench, out: Bytes) -> None:
+def read_raw(bench: Bench, _out: Bytes) -> None:
     """The ceiling: the same files, whole, by O_DIRECT reads of 8 MiB in threads, nothing checked."""
-    work = [(shard.path, begin) for shard in bench.shards for begin in range(0, shard.size, REQUEST_BYTES)]
-    slots = [out[k * REQUEST_BYTES : (k + 1) * REQUEST_BYTES] for k in range(THREADS)]
-
-    def read(thread: int) -> None:
-        for path, begin in work[thread::THREADS]:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            os.preadv(fd, [slots[thread].data], begin)
-            os.close(fd)
-
-    _in_threads(read)
+    disk.read_raw([shard.path for shard in bench.shards], THREADS)
 
 
 def read_draftcache(bench: Bench, out: Bytes) -> None:
@@ -121,7 +111,7 @@ def read_draftcache(bench: Bench, out: Bytes) -> None:
         for shard, row in rows[thread::THREADS]:
             reader.read_row(bench.shards[shard], row, place)
 
-    _in_threads(read)
+    in_threads(read, THREADS)
 
 
 def read_zarr(bench: Bench, out: Bytes) -> None:
@@ -133,7 +123,7 @@ def read_zarr(bench: Bench, out: Bytes) -> None:
         for index in range(thread, array.shape[0], THREADS):
             out[: array.shape[1] * array.shape[2]] = np.asarray(array[index]).reshape(-1)
 
-    _in_threads(read)
+    in_threads(read, THREADS)
 
 
 def read_zarrs(bench: Bench, out: Bytes) -> None:
@@ -168,7 +158,7 @@ def read_safetensors(bench: Bench, out: Bytes) -> None:
                 values = file.get_tensor("records").reshape(-1)
                 place[: len(values)] = values
 
-    _in_threads(read)
+    in_threads(read, THREADS)
 
 
 def write_safetensors(bench: Bench) -> None:
@@ -237,15 +227,6 @@ WRITERS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def evict(folder: Path) -> None:
-    """Drop every file from the page cache and check that none of its pages is left."""
-    for path in (p for p in folder.rglob("*") if p.is_file()):
-        fd = os.open(path, os.O_RDONLY)
-        cached = pagecache.evict(fd)
-        os.close(fd)
-        assert cached == 0, f"{path}: {cached} pages are still in the page cache"
-
-
 def measure(work: Callable[[], None], real_bytes: int) -> tuple[float, float]:
     """GB/s and CPU-seconds per GB of real tokens."""
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
@@ -304,12 +285,6 @@ def padding_and_bytes() -> None:
 
 def _sample_file(bench: Bench, shard: int, row: int) -> Path:
     return bench.folder / "safetensors" / f"{shard}-{row}.safetensors"
-
-
-def _in_threads(work: Callable[[int], None]) -> None:
-    with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(work, range(THREADS)):
-            pass
 
 
 def _flush(path: Path) -> None:

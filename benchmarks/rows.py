@@ -13,8 +13,8 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
-def append_row(bench: str, case: str, metrics: Mapping[str, float]) -> None:
-    """Print one row and append it. `metrics` is flat and holds numbers only."""
+def append_row(bench: str, case: str, metrics: Mapping[str, float], *, keep: bool = True) -> None:
+    """Print one row and, if it is to be kept, append it. `metrics` is flat and holds numbers only."""
     row = {
         "bench": bench,
         "case": case,
@@ -27,8 +27,9 @@ def append_row(bench: str, case: str, metrics: Mapping[str, float]) -> None:
     }
     line = json.dumps(row)
     print(line)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    if keep:
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def hardware() -> str:

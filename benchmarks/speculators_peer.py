@@ -181,10 +181,11 @@ class PeerSample:
     hidden_states: Tensor  # [S, K+1, H] bfloat16, the last state after the taps
 
 
-def write_peer_dataset(folder: Path, samples: Iterable[PeerSample]) -> None:
+def write_peer_dataset(folder: Path, samples: Iterable[PeerSample], repeat: int = 1) -> None:
     """Write `samples` as the package's offline data set: an Arrow table, and one safetensors file per sample.
 
-    Samples are taken one at a time. Its last states lie before the final norm, which its model applies itself.
+    Samples are taken one at a time; `repeat` makes an epoch go over them so often, by links.
+    Its last states lie before the final norm, which its model applies itself.
     """
     states = folder / "hidden_states"
     states.mkdir(parents=True)
@@ -195,7 +196,10 @@ def write_peer_dataset(folder: Path, samples: Iterable[PeerSample]) -> None:
         columns["seq_len"].append(len(sample.input_ids))
         content = {"hidden_states": sample.hidden_states.contiguous(), "token_ids": sample.input_ids.contiguous()}
         save_file(content, states / f"hs_{row}.safetensors")
-    table = Dataset.from_dict(columns)
+    count = len(columns["seq_len"])
+    for row in range(count, repeat * count):
+        (states / f"hs_{row}.safetensors").hardlink_to(states / f"hs_{row % count}.safetensors")
+    table = Dataset.from_dict({name: values * repeat for name, values in columns.items()})
     table.set_format("torch")
     table.save_to_disk(folder)
 

@@ -117,22 +117,28 @@ class Built:
     spec: RecordSpec
 
 
-def build(geometry: Geometry, codec: str, teacher: str, matmul: str, steps: int = 1000) -> Built:
-    """A randomly initialised drafter's step; `teacher` is what the store would hold: last, top or none."""
+def build(
+    geometry: Geometry, codec: str, teacher: str, matmul: str, steps: int = 1000, device: torch.device = DEVICE
+) -> Built:
+    """A randomly initialised drafter's step; `teacher` is what the store would hold: last, top or none.
+
+    Without CUDA it computes in float32.
+    """
     torch.manual_seed(0)
-    with DEVICE:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
         drafter = Drafter(geometry.drafter)
     with torch.no_grad():
         for parameter in drafter.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 0.02)
     shape = geometry.vocabulary, geometry.hidden
-    embedding, head = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).mul_(0.02) for _ in range(2))
+    embedding, head = (torch.randn(shape, device=device, dtype=dtype).mul_(0.02) for _ in range(2))
     parts = TargetParts(embedding=embedding, head=head)
     optimizer = Optimizer(drafter.parameters(), OptimConfig(), steps)
     spec = record_spec(geometry.taps, geometry.hidden, codec, teacher)
     loss = LossConfig(teacher="tokens" if teacher == "none" else teacher)
-    config = StepConfig(anchors=geometry.anchors, seed=0, log_rows=steps, dtype=torch.bfloat16, matmul=matmul)
+    config = StepConfig(anchors=geometry.anchors, seed=0, log_rows=steps, dtype=dtype, matmul=matmul)
     return Built(
         step=EagerStep(drafter, optimizer, parts, spec, loss, config),
         drafter=drafter,

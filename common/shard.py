@@ -121,7 +121,9 @@ def write_shard(
 class RowReader:
     """Reads rows of shards into memory the caller owns. Holds scratch pages, so each thread needs its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, past_cache: bool = False) -> None:
+        """`past_cache`: bring even what lies in memory from the disk, to learn what the disk holds."""
+        self._past_cache = past_cache
         self._scratch = aligned_bytes(PAGE).reshape(-1, PAGE)
         self._cached: dict[Path, bool] = {}  # the shards whose index is sound: whether they lay in memory then
 
@@ -144,7 +146,8 @@ class RowReader:
                 index_bytes = self._check_size_and_index(fd, shard)
                 begin, nbytes = shard.first_chunk[row] * geometry.chunk_span, live * geometry.chunk_span
                 if index_bytes:
-                    self._cached[shard.path] = _lies_in_memory(shard.path, fd, begin, nbytes)
+                    in_memory = not self._past_cache and _lies_in_memory(shard.path, fd, begin, nbytes)
+                    self._cached[shard.path] = in_memory
                 if self._cached[shard.path]:
                     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDONLY)
                 payloads = out[: live * geometry.chunk_bytes].reshape(live, geometry.chunk_bytes)

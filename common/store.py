@@ -14,22 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zarr
-from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.codecs import Crc32cCodec
 
 from draftcache.common.errors import DamageError, StoreError, first_line
 from draftcache.common.files import PARTIAL_SUFFIX
 from draftcache.common.journal import JournalEntry, read_journal
 from draftcache.common.layout import CHUNK_TOKENS, ShardGeometry, row_stride
 from draftcache.common.manifest import MANIFEST_NAME, BucketSummary, Manifest, StoredFile, digest_file, read_manifest
+from draftcache.common.padded import read_array, read_padded, write_array, write_padded
 from draftcache.common.record import RecordSpec, fields_attribute
 from draftcache.common.shard import Bytes, RowReader, ShardFile, check_digest, crc32c, shard_damage
-
-_SMALL_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +240,10 @@ def create_store(path: Path, record: RecordSpec, rows: dict[int, int], buckets: 
     for bucket in buckets:
         group = root.create_group(bucket_path(bucket.ceiling), overwrite=False)
         count = len(bucket.samples)
-        _write_padded(group, "input_ids", bucket.input_ids, bucket)
-        _write_padded(group, "loss_mask", bucket.loss_mask, bucket)
-        _write_small(group, "length", bucket.lengths.astype(np.int32), max(count, 1))
-        _write_small(group, "sample", bucket.samples, max(count, 1))
+        write_padded(group, "input_ids", bucket.input_ids, bucket.lengths, bucket.ceiling)
+        write_padded(group, "loss_mask", bucket.loss_mask, bucket.lengths, bucket.ceiling)
+        write_array(group, "length", bucket.lengths.astype(np.int32), max(count, 1))
+        write_array(group, "sample", bucket.samples, max(count, 1))
         group.create_array(
             "records",
             shape=(count, bucket.ceiling, record.record_bytes),
@@ -304,44 +302,19 @@ def _is_packed(shard: ShardFile) -> bool:
     return shard.path.is_file() and shard.path.stat().st_size == packed
 
 
-def _write_small(group: zarr.Group, name: str, values: npt.NDArray[Any], chunk_rows: int) -> None:
-    array = group.create_array(
-        name,
-        shape=values.shape,
-        dtype=values.dtype,
-        chunks=(chunk_rows, *values.shape[1:]),
-        compressors=[ZstdCodec(level=3), Crc32cCodec()],
-        fill_value=0,
-    )
-    array[...] = values
-
-
-def _write_padded(group: zarr.Group, name: str, flat: npt.NDArray[Any], bucket: BucketSamples) -> None:
-    padded = np.zeros((len(bucket.samples), bucket.ceiling), dtype=flat.dtype)
-    padded[_real_tokens(bucket.lengths, bucket.ceiling)] = flat
-    _write_small(group, name, padded, max(1, _SMALL_CHUNK_BYTES // (bucket.ceiling * flat.itemsize)))
-
-
 def _read_samples(folder: Path, ceiling: int) -> BucketSamples:
     try:
         group = zarr.open_group(str(folder), mode="r")
-        arrays = {name: np.asarray(group[name]) for name in ("sample", "length", "input_ids", "loss_mask")}
-        lengths = arrays["length"].astype(np.int64)
-        real = _real_tokens(lengths, ceiling)
-        input_ids, loss_mask = arrays["input_ids"][real], arrays["loss_mask"][real]
+        samples, lengths = read_array(group["sample"]), read_array(group["length"]).astype(np.int64)
+        input_ids, loss_mask = (read_padded(group[name], lengths) for name in ("input_ids", "loss_mask"))
     except Exception as error:  # zarr raises a dozen unrelated types for damaged metadata and chunks
         raise DamageError(
             f"{folder}: {type(error).__name__}: {error}", needed="readable ids, masks and lengths", do="extract again"
         ) from None
     return BucketSamples(
         ceiling=ceiling,
-        samples=arrays["sample"],
+        samples=samples,
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         input_ids=input_ids,
         loss_mask=loss_mask,
     )
-
-
-def _real_tokens(lengths: npt.NDArray[np.int64], ceiling: int) -> npt.NDArray[np.bool_]:
-    """[N, ceiling] bool, True where a padded row holds a token."""
-    return np.arange(ceiling)[None, :] < lengths[:, None]

@@ -79,7 +79,7 @@ def check_shards(store: Store, title: str) -> Iterator[CheckedShard]:
     longest = max(bucket.geometry.row_bytes for bucket in store.buckets.values())
     scratch: SimpleQueue[tuple[RowReader, Bytes]] = SimpleQueue()
     for _ in range(THREADS):
-        scratch.put((RowReader(), aligned_bytes(longest)))
+        scratch.put((RowReader(past_cache=True), aligned_bytes(longest)))
 
     def check(item: tuple[Bucket, int]) -> CheckedShard:
         bucket, shard = item

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from draftcache.common.layout import PAGE
+from draftcache.common.memory import aligned_bytes
 from draftcache.common.pagecache import cached_pages, evict
+from draftcache.common.shard import RowReader
 from draftcache.tests.shards import GEOMETRY, LENGTHS, assert_reads_back, make_records, written
 
 
@@ -55,4 +57,8 @@ def test_a_cached_shard_is_read_from_memory_and_another_past_it(tmp_path: Path) 
     assert_reads_back(shard, records)
     rows = sum(GEOMETRY.live_chunks(length) for length in LENGTHS) * GEOMETRY.chunk_span
     assert bytes_from_disk() - before < rows  # the index alone, which each reader reads once
+    before, reader = bytes_from_disk(), RowReader(past_cache=True)
+    for row in range(len(LENGTHS)):
+        reader.read_row(shard, row, aligned_bytes(GEOMETRY.row_bytes))
+    assert bytes_from_disk() - before >= rows
     os.close(fd)

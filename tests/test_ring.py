@@ -58,13 +58,13 @@ class Twin:
         self._bytes = store.manifest.record.record_bytes
         self._block = torch.zeros(batch_bytes(longest(store), self._bytes), dtype=torch.uint8)
 
-    def check(self, filled: Filled) -> None:
-        wanted = view_batch(self._block, filled.micro_batch.tokens, self._bytes)
-        clear_batch(filled.micro_batch, wanted)
-        for number in range(len(filled.micro_batch.rows)):
-            fill_row(self._store, self._reader, filled.micro_batch, number, wanted)
+    def check(self, micro_batch: MicroBatch, found: FlatBatch) -> None:
+        wanted = view_batch(self._block, micro_batch.tokens, self._bytes)
+        clear_batch(micro_batch, wanted)
+        for number in range(len(micro_batch.rows)):
+            fill_row(self._store, self._reader, micro_batch, number, wanted)
         for name in ("records", "input_ids", "samples", "positions", "documents", "loss_mask", "epoch"):
-            assert torch.equal(getattr(filled.batch, name), getattr(wanted, name)), name
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
 class Watch:
@@ -116,7 +116,7 @@ def test_no_buffer_is_ever_in_two_states(store: Store, monkeypatch: pytest.Monke
                 held.append(filled)
             elif held:
                 filled = held.pop(rng.randrange(len(held)))
-                twin.check(filled)  # nobody wrote into it meanwhile
+                twin.check(filled.micro_batch, filled.batch)  # nobody wrote into it meanwhile
                 watch.held.remove(filled.batch.block.data_ptr())
                 ring.give_back(filled)
     assert operations + watch.reads > 3000
@@ -161,7 +161,7 @@ def check_all(ring: Ring, twin: Twin, wanted: Iterator[MicroBatch], rows: list[i
         filled = ring.take()
         assert filled.micro_batch == next(wanted)
         rows.append(len(filled.micro_batch.rows))
-        twin.check(filled)
+        twin.check(filled.micro_batch, filled.batch)
         ring.give_back(filled)
 
 

@@ -9,6 +9,7 @@ Some lines' samples are held out for validation: by the hash of their tokens, wh
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
@@ -228,13 +229,17 @@ def _bucketed(buckets: Mapping[int, BucketIndex], batching: Batching, seed: int,
     batches: list[MicroBatch] = []
     for ceiling, index in sorted(buckets.items()):
         rows, stride = batching.bucket_rows(ceiling, index.size), row_stride(ceiling)
+        tokens = batching.context_tokens(ceiling, index.size)
         order = _shuffled(index, seed, epoch)
-        for begin in range(0, len(order), rows):
-            chosen = tuple(
-                Row(ceiling, int(index.rows[i]), int(index.samples[i]), int(index.lengths[i]), position * stride)
-                for position, i in enumerate(order[begin : begin + rows])
-            )
-            batches.append(MicroBatch(batching.context_tokens(ceiling, index.size), epoch, chosen))
+        shuffled = zip(*(column[order].tolist() for column in (index.rows, index.samples, index.lengths)), strict=True)
+        firsts = cycle(range(0, rows * stride, stride))
+        chosen = [
+            Row(ceiling, row, sample, length, first)
+            for (row, sample, length), first in zip(shuffled, firsts, strict=False)
+        ]
+        batches += [
+            MicroBatch(tokens, epoch, tuple(chosen[begin : begin + rows])) for begin in range(0, len(chosen), rows)
+        ]
     return batches
 
 

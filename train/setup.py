@@ -5,14 +5,15 @@ Nothing here touches a device. Everything a user can get wrong is found here, be
 
 import dataclasses
 from importlib.metadata import version
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from crc32c import crc32c
 
 from draftcache.common.errors import UsageError
 from draftcache.common.manifest import PLAIN_ENDS, TargetEnds, TargetIdentity
-from draftcache.common.shard import crc32c
 from draftcache.common.store import BucketSamples, Store
 from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
@@ -144,8 +145,8 @@ def split_samples(store: Store, share: float) -> tuple[dict[int, BucketIndex], d
 
 def _token_digests(samples: BucketSamples, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """[N] a hash of each row's tokens."""
-    ids = samples.input_ids
-    return np.array([crc32c(ids[samples.tokens(row)]) for row in rows.tolist()], dtype=np.int64)
+    ids, bounds = samples.input_ids.data, samples.offsets.tolist()  # plain: there may be a million rows
+    return np.array([crc32c(ids[bounds[row] : bounds[row + 1]]) for row in rows.tolist()], dtype=np.int64)
 
 
 def _teacher(asked: str | None, stored: str) -> str:
@@ -233,9 +234,9 @@ def _anchor_count(config: TrainConfig, store: Store, batching: Batching, tile_bl
     for ceiling, bucket in store.buckets.items():
         samples = bucket.samples
         pairs = samples.loss_mask[:-1] & samples.loss_mask[1:]
-        per_sample = np.add.reduceat(np.append(pairs, 0).astype(np.int64), samples.offsets[:-1])
+        per_sample = [np.count_nonzero(pairs[begin:end]) for begin, end in pairwise(samples.offsets.tolist())]
         rows = batching.bucket_rows(ceiling, len(per_sample)) if batching.kind == "bucket" else len(per_sample)
-        most = int(np.sort(per_sample)[-rows:].sum())
+        most = int(sum(sorted(per_sample)[-rows:]))
         possible = max(possible, most) if batching.kind == "bucket" else possible + most
     if batching.kind == "packed":
         possible = min(possible, batching.token_budget)

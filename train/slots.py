@@ -85,10 +85,10 @@ class DeviceSlots:
 
     def take(self) -> FlatBatch:
         """See Slots."""
+        assert self._held is None, "taken before the last micro-batch was released"
         compute = torch.cuda.current_stream()
         idle = _event_on(compute)  # when the device has done all that was launched before
         if self._coming is None:
-            self._give_back()
             self._bring(self._ring.take())
         coming, self._coming = self._coming, None
         assert coming is not None, "brought nothing"
@@ -98,9 +98,15 @@ class DeviceSlots:
         return view_batch(self._block, coming.filled.batch.tokens, self._record_bytes)
 
     def release(self) -> None:
-        """See Slots. The next micro-batch sets out at once if it is ready."""
+        """See Slots. The next micro-batch sets out at once if it is ready.
+
+        Waits for the arrival of this one, which the device is done with unless the step waits for it.
+        """
+        assert self._held is not None, "released before a micro-batch was taken"
         self._free.record(torch.cuda.current_stream())
-        self._give_back()
+        self._held.arrived.synchronize()
+        self._ring.give_back(self._held.filled)
+        self._held = None
         filled = self._ring.take_ready()
         if filled is not None:
             self._bring(filled)
@@ -125,13 +131,6 @@ class DeviceSlots:
             begun = _event_on(self._stream)
             slot.block.copy_(filled.batch.block, non_blocking=True)
             self._coming = _Coming(filled, begun, _event_on(self._stream))
-
-    def _give_back(self) -> None:
-        """Return the ring buffer of the micro-batch in the slot. It arrived long ago unless the step waits for it."""
-        if self._held is not None:
-            self._held.arrived.synchronize()
-            self._ring.give_back(self._held.filled)
-            self._held = None
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
