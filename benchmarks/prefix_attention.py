@@ -132,8 +132,15 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _rows_at(
-    row_stride, head_stride, block, key_head, B: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    row_stride,
+    head_stride,
+    block,
+    key_head,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     """Where a block's rows of all query heads of a key head lie, [ROWS, D], and which of them exist, [ROWS, 1]."""
     row = tl.arange(0, ROWS)
     slot, head = block * B + row % B, key_head * G + row // B
@@ -143,8 +150,16 @@ def _rows_at(
 
 @triton.jit
 def _load_rows(
-    ptr, row_stride, head_stride, block, key_head, B: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    row_stride,
+    head_stride,
+    block,
+    key_head,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     at, there = _rows_at(row_stride, head_stride, block, key_head, B, G, ROWS, D)
     return tl.load(ptr + at, mask=there, other=0.0)
 

@@ -3,12 +3,16 @@
 The builders are imported inside, so that tests without a model start without torch and transformers.
 """
 
+import os
 import shutil
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 
 if TYPE_CHECKING:
     from draftcache.common.store import Store
