@@ -19,6 +19,7 @@ def blocks_of(documents: list[int], size: int, dropped: int) -> Blocks:
         anchors += sorted((begin + positions).tolist())
         first += [begin] * len(positions)
         begin += -(-length // 64) * 64
+    assert begin <= TOKENS, "these documents do not fit"
     keep = torch.tensor([True] * len(anchors) + [False] * dropped)
     zeros = torch.zeros(len(keep), size, dtype=torch.int64)
     return Blocks(
@@ -39,7 +40,7 @@ def blocks_of(documents: list[int], size: int, dropped: int) -> Blocks:
     [
         ([100, 90], 4, 2, 1, Visibility(None, causal=False), 0),
         ([100, 90], 4, 2, 1, Visibility(8, causal=True), 3),
-        ([150, 70], 8, 6, 2, Visibility(40, causal=True), 2),
+        ([120, 70], 8, 6, 2, Visibility(40, causal=True), 2),
         ([90], 8, 4, 4, Visibility(None, causal=True), 1),
         ([5, 60], 32, 8, 2, Visibility(20, causal=True), 0),
     ],
