@@ -283,6 +283,17 @@ def test_backward_scales_the_gradient(config: LossConfig) -> None:
     torch.testing.assert_close(scaled, -2.5 * gradient)
 
 
+@every_config
+def test_an_evaluation_has_the_same_sums_and_no_gradient(config: LossConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = random_case()
+    wanted, _ = sums_and_gradient(case, config, chunked=True)
+    monkeypatch.delattr(Head, "hidden_gradient")
+    with torch.no_grad():
+        found = chunked_loss(case.hidden, Head(case.head), case.inputs, config)
+    for field in dataclasses.fields(LossSums):
+        assert torch.equal(getattr(found, field.name), getattr(wanted, field.name))
+
+
 def test_a_drafter_equal_to_its_teacher_has_no_loss() -> None:
     case = random_case()
     inputs = dataclasses.replace(case.inputs, teacher_hidden=case.hidden)

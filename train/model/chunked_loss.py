@@ -44,16 +44,18 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         anchors, slots = inputs.labels.shape
         blocks = max(1, config.chunk_slots // (slots + 1))
-        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if hidden.requires_grad else None
         right = torch.empty_like(inputs.valid)
         loss = hidden.new_zeros((), dtype=torch.float32)
         weight = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, anchors, blocks):
             cut = slice(begin, begin + blocks)
-            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, inputs.blocks(cut), config, gradient[cut])
+            part = None if gradient is None else gradient[cut]
+            chunk_loss, chunk_weight, right[cut] = _chunk(hidden[cut], head, inputs.blocks(cut), config, part)
             loss += chunk_loss
             weight += chunk_weight
-        ctx.save_for_backward(gradient)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(weight, right)
         return loss, weight, right
 
@@ -68,7 +70,7 @@ def _chunk(
     head: FrozenHead,
     inputs: LossInputs,
     config: LossConfig,
-    gradient: Tensor,  # [n, B - 1, H], written
+    gradient: Tensor | None,  # [n, B - 1, H], written
 ) -> tuple[Tensor, Tensor, Tensor]:  # loss [], denominator [], right [n, B - 1] bool
     shape = inputs.labels.shape
     logits = head.logits(hidden.flatten(0, 1))
@@ -95,7 +97,8 @@ def _chunk(
     assert losses is not None, f"no loss is defined for teacher {config.teacher!r}"
     if at is not None and there is not None:
         _overwrite(derivative, at, there * head.factor)
-    gradient.flatten(0, 1).copy_(head.hidden_gradient(derivative, weights.flatten()))
+    if gradient is not None:
+        gradient.flatten(0, 1).copy_(head.hidden_gradient(derivative, weights.flatten()))
     loss = (weights.flatten() * losses).sum()
     return loss, denominator(weights, inputs.valid, config), statistics.best.view(shape) == inputs.labels
 
