@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftcache.common.journal import Journal, JournalEntry
 from draftcache.common.memory import aligned_bytes
+from draftcache.common.pinned import pin, unpin
 from draftcache.common.shard import write_shard
 from draftcache.common.store import Bucket
 from draftcache.extract.buckets import Batch
@@ -44,7 +45,7 @@ class Writer:
         self._free = [torch.from_numpy(aligned_bytes(max_bytes)) for _ in range(_BUFFERS)]
         if self._stream is not None:
             for buffer in self._free:
-                _check_cuda(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+                pin(buffer)
         self._pending: deque[tuple[Future[None], Tensor]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
         self.seconds = 0.0
@@ -89,7 +90,7 @@ class Writer:
             if self._stream is not None:
                 self._stream.synchronize()
                 for buffer in (*self._free, *(buffer for _, buffer in self._pending)):
-                    _check_cuda(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+                    unpin(buffer)
 
     def _copy(self, buffer: Tensor, records: Tensor, void: Tensor) -> _HostBatch:
         host = buffer[: records.numel()].view(records.shape)
@@ -122,8 +123,3 @@ class Writer:
         future, buffer = self._pending.popleft()
         self._free.append(buffer)
         future.result()
-
-
-def _check_cuda(error: object) -> None:
-    code = int(getattr(error, "value", error))  # type: ignore[call-overload]
-    assert code == 0, f"CUDA could not pin or release host memory: error {code}"

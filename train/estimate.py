@@ -25,6 +25,8 @@ BF16_RATE, FP8_RATE = 690e12, 1190e12
 ATTENTION_RATE = 230e12
 DEVICE_RATE = 4.2e12
 """Bytes per second of an H200's memory, read and written."""
+SNAPSHOT_BYTES = 12
+"""Per weight: master and two moments, as the first process copies them for a checkpoint."""
 UPDATE_BYTES = 34
 """Per weight: gradient, two moments and master read and written, and the copy in bfloat16."""
 POINTWISE_BYTES = 60
@@ -78,7 +80,7 @@ def estimate(config: TrainConfig, world_size: int = 1) -> tuple[Run, Estimate]:
         parameters=parameters,
         memory=_memory(run, config, store, tokens, parameters),
         device_memory=torch.cuda.get_device_properties(config.device).total_memory if on_cuda else None,
-        host_memory=BUFFERS * batch_bytes(tokens, record_bytes),
+        host_memory=BUFFERS * batch_bytes(tokens, record_bytes) + SNAPSHOT_BYTES * parameters,
         step_bytes=own * tokens * record_bytes,
         step_seconds=own * _micro_step_seconds(run, config, tokens, sum(lengths) / len(lengths))
         + UPDATE_BYTES * parameters / DEVICE_RATE

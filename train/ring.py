@@ -22,6 +22,7 @@ from draftcache.common.errors import DraftcacheError, StoreError, TrainingError,
 from draftcache.common.layout import CHUNK_TOKENS, round_up
 from draftcache.common.manifest import MANIFEST_NAME
 from draftcache.common.memory import aligned_bytes
+from draftcache.common.pinned import pin, unpin
 from draftcache.common.shard import RowReader
 from draftcache.common.store import Store
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
@@ -88,7 +89,7 @@ class Ring:
         self._pinned = pinned
         if pinned:
             for buffer in self._buffers:
-                _check_cuda(torch.cuda.cudart().cudaHostRegister(buffer.block.data_ptr(), buffer.block.numel(), 0))
+                pin(buffer.block)
         self._changed = threading.Condition()
         self._line: deque[_Buffer] = deque()  # the filling and ready ones, oldest micro-batch first
         self._beginning = False  # a reader is asking for the next micro-batch
@@ -137,7 +138,7 @@ class Ring:
         if self._pinned:
             torch.cuda.synchronize()
             for buffer in self._buffers:
-                _check_cuda(torch.cuda.cudart().cudaHostUnregister(buffer.block.data_ptr()))
+                unpin(buffer.block)
 
     def _take_ready(self) -> Filled | None:
         if self._reader_died() or not self._line or self._line[0].state is not State.READY:
@@ -297,8 +298,3 @@ def _dead_reader(why: str, micro_batch: MicroBatch | None) -> TrainingError:
     shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
     where = f" at a micro-batch of samples {shown}" if samples else ""
     return TrainingError(f"a reader of the store died{where}: {why}", needed="all readers", do=_GO_ON)
-
-
-def _check_cuda(error: object) -> None:
-    code = int(getattr(error, "value", error))  # type: ignore[call-overload]
-    assert code == 0, f"CUDA could not pin or release host memory: error {code}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftcache.common.errors import TrainingError
 from draftcache.common.layout import round_up
 from draftcache.common.memory import aligned_bytes
+from draftcache.common.pinned import pin, unpin
 from draftcache.train.checkpoint import Progress, checkpoint_path, prune, write_checkpoint
 
 _ALIGNMENT = 64
@@ -37,7 +38,7 @@ class Saver:
         self._finite = torch.ones(1, dtype=torch.bool)
         self._on_cuda = self._device.type == "cuda"
         if self._on_cuda and folder is not None:
-            _check(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
+            pin(self._memory)
             self._finite = self._finite.pin_memory()
             self._stream = torch.cuda.Stream(self._device)
         self._copied: torch.cuda.Event | None = None
@@ -81,7 +82,7 @@ class Saver:
         self._writer.shutdown(wait=True)
         if self._on_cuda and self._folder is not None:
             torch.cuda.synchronize(self._device)
-            _check(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            unpin(self._memory)
         if error is None:
             self.wait()
 
@@ -121,8 +122,3 @@ def _host_twins(files: Mapping[str, dict[str, Tensor]]) -> tuple[Tensor, dict[st
         twins[file][name] = memory[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
         offset += span
     return memory, twins
-
-
-def _check(error: object) -> None:
-    code = int(getattr(error, "value", error))  # type: ignore[call-overload]
-    assert code == 0, f"CUDA could not pin or release host memory: error {code}"
