@@ -152,6 +152,8 @@ def train(resume: str | None, dry_run: bool, **flags: Any) -> None:
     from draftcache.train.show import show_estimate, show_training
 
     given = _given(flags)
+    if dry_run and resume is not None:
+        raise UsageError("--dry-run with --resume", needed="one of them", do="leave --resume away, and pass all flags")
     if dry_run:
         show_estimate(*estimate(build_config(given), int(os.environ.get("WORLD_SIZE", "1"))))
         return
@@ -250,6 +252,7 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
 
     Exits 1 if greedy speculative text differs from plain text other than by a tie.
     """
+    from draftcache.common.files import check_writable
     from draftcache.common.show import show_table
     from draftcache.train.serving.evaluate import EvaluateConfig, write_reports
     from draftcache.train.serving.evaluate import evaluate as run
@@ -260,12 +263,14 @@ def evaluate(json_file: Path | None, **flags: Any) -> None:
     given = _given(flags)
     sampling = Sampling(**{name: given.pop(name) for name in ("temperature", "seed") if name in given})
     config = EvaluateConfig(sampling=sampling, **given)
-    reports = run(config)
     if json_file is not None:
-        write_reports(json_file, reports, config)
+        check_writable(json_file, "--json")
+    reports = run(config)
     show_table(SetReport, reports, leave_out=("slot_rates", "spans", "differences"))
     for report in reports:
         show_details(report)
+    if json_file is not None:
+        write_reports(json_file, reports, config)
     if any(report.unexplained for report in reports):
         sys.exit(DAMAGE)
 
@@ -301,15 +306,24 @@ def replay(**flags: Any) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line; a DraftcacheError becomes one line on stderr and exit code 2."""
+    """Run the command line; what a user can put right becomes one line on stderr and exit code 2."""
     try:
         cli.main(standalone_mode=False)
     except DraftcacheError as error:
         click.echo(f"draftcache: {error}", err=True)
         sys.exit(USER_ERROR)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"draftcache: {' '.join(error.format_message().split())}; do: see --help", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(DAMAGE)
+    except OSError as error:
+        click.echo(f"draftcache: {first_line(error)}; needed: a file system that allows it; do: look there", err=True)
+        sys.exit(USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
         click.echo("draftcache: interrupted", err=True)
         sys.exit(130)

@@ -29,9 +29,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     """Rebuild `cls` from `values`.
 
-    `where` names the source in errors, such as a file. Raises UsageError for a missing or unknown key.
+    `where` names the source in errors, such as a file. Raises UsageError for missing and unknown keys, or none at all.
     """
     assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
+    _checked(values, dict, where)
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     required = {f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING}

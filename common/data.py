@@ -88,6 +88,8 @@ def _parse(number: int, where: str, text: str) -> Line:
         raise DataError(
             f"{where}: not JSON ({error})", needed="one JSON object a line", do="correct the line"
         ) from None
+    if "\\ud" in text.lower() and not _is_unicode(record):
+        _refuse(where, "half of a surrogate pair, which is no character", "Unicode text")
     if not isinstance(record, dict):
         _refuse(where, f"a JSON {type(record).__name__}", "a JSON object")
     if "input_ids" in record:
@@ -97,6 +99,14 @@ def _parse(number: int, where: str, text: str) -> Line:
         _refuse(where, f"keys {sorted(record)}", "a non-empty list `messages` or `conversations`, or `input_ids`")
     messages = tuple(_message(where, i, turn) for i, turn in enumerate(turns))
     return Line(number=number, where=where, messages=messages, tools=_tools(where, record.get("tools")))
+
+
+def _is_unicode(record: Any) -> bool:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _message(where: str, position: int, turn: Any) -> dict[str, Any]:

@@ -7,7 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from draftcache.common.errors import UsageError
+
 PARTIAL_SUFFIX = ".partial"
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raise UsageError, before the work whose result goes there, if `path` cannot become a file."""
+    folder = path.parent
+    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK) or path.is_dir():
+        raise UsageError(f"{flag} {path}", needed="a file in a folder that can be written", do=f"correct {flag}")
 
 
 def sync_directory(path: Path) -> None:

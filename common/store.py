@@ -277,8 +277,11 @@ def clear_store(path: Path) -> None:
 def lock_store(path: Path) -> Iterator[None]:
     """Hold a store's folder against every other writer; StoreError if one holds it. Makes the folder if need be."""
     made = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}", needed="a folder to write into", do="choose another") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -132,6 +132,8 @@ def load_tokenizer(folder: Path) -> Any:
 def check_device(name: str) -> None:
     """Raise UsageError unless torch can use the device called `name`."""
     try:
+        if torch.device(name).type not in ("cpu", "cuda") or name.startswith("cpu:"):
+            raise ValueError("neither cpu nor cuda, nor one of cuda:0, cuda:1, ...")
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UsageError(

@@ -176,5 +176,5 @@ def test_a_run_that_sees_its_labels_is_warned_about(
 def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_rows(path) == []
-    path.write_text(json.dumps({"step": 1}) + "\n" + '{"step"')
-    assert read_rows(path) == [{"step": 1}]
+    path.write_text(json.dumps({"step": 1, "skipped": 0}) + "\n" + '{"step"')
+    assert read_rows(path) == [{"step": 1, "skipped": 0}]

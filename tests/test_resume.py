@@ -249,7 +249,7 @@ def test_resume_from_the_command_line(capsys: Capture, store: Store, tmp_path: P
     assert "holds a run" in command(capsys, *flags).message
     assert "needed: a run" in command(capsys, "--resume").message
     assert "needed: one run" in command(capsys, "--resume", out, "--out", tmp_path).message
-    assert "no --store" in command(capsys, "--resume", tmp_path / "none").message
+    assert "holds no run" in command(capsys, "--resume", tmp_path / "none").message
     assert not (tmp_path / "none").exists()
     assert len(metrics(out)) == 2
 

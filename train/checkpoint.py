@@ -7,7 +7,7 @@
     RUN/checkpoint-00000200/       drafter.safetensors, optimizer.safetensors, state.json
 
 A checkpoint is written aside and moved into place by one rename: a directory with its final name is complete, and the
-one of the most steps counts.
+one of the most steps counts. Its state.json keeps a crc32c of itself, of the files beside it, and of run.json.
 """
 
 import json
@@ -16,9 +16,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from crc32c import crc32c
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,6 +36,9 @@ from draftcache.train.settings import TrainConfig
 RUN_NAME, SETTINGS_NAME = "run.json", "settings.json"
 WEIGHTS, OPTIMIZER, _STATE = "drafter.safetensors", "optimizer.safetensors", "state.json"
 _PREFIX = "checkpoint-"
+_DIGESTS = "crc32c"
+_PIECE = 1 << 24
+_REMOVE = "remove this checkpoint, so that the one before it counts"
 
 T = TypeVar("T")
 
@@ -84,13 +88,22 @@ class Progress:
         return self.step + self.skipped
 
 
-def write_run(folder: Path, run: Run, settings: TrainConfig) -> None:
-    """Begin a run's folder. Raises CheckpointError if it already holds a run."""
-    if (folder / RUN_NAME).exists():
+def check_new(folder: Path) -> None:
+    """Raise CheckpointError if a folder already holds a run, or anything else that pruning could take for a run's."""
+    if holds_run(folder):
         raise CheckpointError(
             f"{folder} holds a run", needed="a new folder", do="choose another --out, or go on with --resume"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    ours = {SETTINGS_NAME, SETTINGS_NAME + PARTIAL_SUFFIX, RUN_NAME + PARTIAL_SUFFIX}  # what a crash left
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {foreign[0]} and {len(foreign) - 1} more", needed="a new folder", do="choose another --out"
+        )
+
+
+def write_run(folder: Path, run: Run, settings: TrainConfig) -> None:
+    """Begin a run in its folder."""
     write_json(folder / SETTINGS_NAME, configs.to_dict(settings))
     write_json(folder / RUN_NAME, configs.to_dict(run))
 
@@ -116,11 +129,14 @@ def write_checkpoint(folder: Path, progress: Progress, files: Mapping[str, dict[
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+    digests = {RUN_NAME: _crc32c_of(folder / RUN_NAME)} if holds_run(folder) else {}
     for name, tensors in files.items():
         save_file(tensors, partial / name)
         with (partial / name).open("rb") as file:
             os.fsync(file.fileno())
-    write_json(partial / _STATE, configs.to_dict(progress))
+        digests[name] = _crc32c_of(partial / name)
+    plain = configs.to_dict(progress)
+    write_json(partial / _STATE, plain | {_DIGESTS: digests | {_STATE: _crc32c_of_state(plain, digests)}})
     if final.exists():
         _remove(final)
     partial.rename(final)
@@ -160,8 +176,8 @@ def best_checkpoint(folder: Path) -> Path:
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """Where the run stood at a checkpoint."""
-    return _read(Progress, checkpoint / _STATE)
+    """Where the run stood at a checkpoint. Raises CheckpointError unless its file is as it was written."""
+    return _read_state(checkpoint)[0]
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -177,15 +193,29 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def load_tensors(checkpoint: Path, name: str, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint; CheckpointError if it cannot be read."""
+    """The tensors of one file of a checkpoint; CheckpointError if it is not as it was written."""
+    check_file(checkpoint, name)
     try:
         return load_file(checkpoint / name, device=str(device))
     except Exception as error:  # safetensors raises its own types
         raise CheckpointError(
             f"{checkpoint / name}: {first_line(error)}",
             needed="the file that was written",
-            do="remove this checkpoint, so that the one before it counts",
+            do=_REMOVE,
         ) from None
+
+
+def check_file(checkpoint: Path, name: str) -> None:
+    """Raise CheckpointError unless a file of a checkpoint, or its run's run.json, is as it was when it was written."""
+    path = checkpoint.parent / name if name == RUN_NAME else checkpoint / name
+    digests = _read_state(checkpoint)[1]
+    try:
+        same = _crc32c_of(path) == digests.get(name)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}", needed="the file that was written", do=_REMOVE) from None
+    if not same:
+        do = "restore it from a copy" if name == RUN_NAME else _REMOVE
+        raise CheckpointError(f"{path} has changed since it was written", needed="its bytes unchanged", do=do)
 
 
 def load_weights(drafter: Drafter, weights: dict[str, Tensor], where: Path) -> None:
@@ -202,6 +232,7 @@ def load_drafter(folder: Path, device: torch.device) -> tuple[Run, Drafter]:
     """A drafter in float32, and what its run is: a run's newest checkpoint, or the checkpoint whose folder is given."""
     checkpoint = folder if (folder / WEIGHTS).exists() else newest_checkpoint(folder)
     run = read_run(checkpoint.parent)
+    check_file(checkpoint, RUN_NAME)
     drafter = Drafter(run.drafter).to(device)
     load_weights(drafter, load_tensors(checkpoint, WEIGHTS, device), checkpoint)
     return run, drafter
@@ -209,11 +240,48 @@ def load_drafter(folder: Path, device: torch.device) -> tuple[Run, Drafter]:
 
 def _read(cls: type[T], path: Path) -> T:
     try:
-        return configs.from_dict(cls, json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, UsageError) as error:
-        raise CheckpointError(
-            f"{path}: {first_line(error)}", needed="a folder written by `draftcache train`", do="check the folder"
-        ) from None
+        return configs.from_dict(cls, _read_json(path), str(path))
+    except UsageError as error:
+        raise _not_ours(path, error) from None
+
+
+def _read_state(checkpoint: Path) -> tuple[Progress, dict[str, int]]:
+    """Where the run stood, and the crc32c of the checkpoint's files by name."""
+    path = checkpoint / _STATE
+    plain = _read_json(path)
+    try:
+        digests = plain.pop(_DIGESTS)
+        same = digests.pop(_STATE) == _crc32c_of_state(plain, digests)
+    except (LookupError, AttributeError, TypeError):
+        raise _not_ours(path, ValueError("no checksums")) from None
+    if not same:
+        raise CheckpointError(f"{path} has changed since it was written", needed="its values unchanged", do=_REMOVE)
+    return configs.from_dict(Progress, plain, str(path)), digests
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _not_ours(path, error) from None
+
+
+def _not_ours(path: Path, error: Exception) -> CheckpointError:
+    found = f"{path}: {first_line(error)}"
+    return CheckpointError(found, needed="a folder written by `draftcache train`", do="check the folder")
+
+
+def _crc32c_of(path: Path) -> int:
+    """The crc32c of a file's bytes. Other threads run meanwhile."""
+    digest = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest = crc32c(piece, digest, gil_release_mode=1)
+    return digest
+
+
+def _crc32c_of_state(plain: dict[str, Any], digests: dict[str, int]) -> int:
+    return int(crc32c(json.dumps([plain, digests], sort_keys=True).encode()))
 
 
 def _remove(checkpoint: Path) -> None:

@@ -13,6 +13,8 @@ from draftcache.common.errors import TrainingError
 
 MAX_SKIPPED_IN_A_ROW = 3
 EARLY_STEPS = 200
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""What torch says on the CPU in place of an error of its own for too little memory."""
 TOO_GOOD_SHARE = 0.9
 """Of a block's most tokens: no honest drafter accepts so much within EARLY_STEPS steps."""
 
@@ -74,7 +76,9 @@ def naming_memory(part: str, lower: str) -> Iterator[None]:
     """Turn out-of-memory into an error that names the part and what to lower."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and _CPU_ALLOCATOR not in str(error):
+            raise
         raise TrainingError(
             f"out of memory for {part}{_usage(error)}", needed="memory for it", do=f"lower {lower}"
         ) from None

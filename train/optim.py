@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from draftcache.common.errors import CheckpointError, UsageError
 from draftcache.train.kernels.adamw import FlatState, Scalars, adamw
 
+_ABOVE_ZERO, _SHARES = ("lr", "clip", "eps"), ("beta1", "beta2", "warmup")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
@@ -29,14 +31,13 @@ class OptimConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        positive = all(0 < value < math.inf for value in (self.lr, self.clip, self.eps))
-        shares = all(0 <= value < 1 for value in (self.beta1, self.beta2, self.warmup))
-        if not (positive and shares and 0 <= self.weight_decay < math.inf):
-            raise UsageError(
-                f"the optimizer settings {self}",
-                needed="finite lr, clip and eps above 0, betas and warm-up within [0, 1), weight decay of at least 0",
-                do="correct the flag",
-            )
+        allowed = {name: ("a finite number above 0", 0 < getattr(self, name) < math.inf) for name in _ABOVE_ZERO}
+        allowed |= {name: ("within [0, 1)", 0 <= getattr(self, name) < 1) for name in _SHARES}
+        allowed["weight_decay"] = ("a finite number of at least 0", 0 <= self.weight_decay < math.inf)
+        for name, (needed, holds) in allowed.items():
+            if not holds:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} {getattr(self, name)}", needed=needed, do="correct it")
 
 
 def learning_rate(step: Tensor, config: OptimConfig, total_steps: int) -> Tensor:

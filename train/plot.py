@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from draftcache.common.errors import UsageError
+from draftcache.common.files import check_writable
 from draftcache.train.checkpoint import read_run
 from draftcache.train.report import METRICS_NAME, VALIDATION_NAME, Row, read_rows
 
@@ -21,6 +22,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
     """
     if out.suffix not in SUFFIXES:
         raise UsageError(f"--out {out}", needed=f"a file that ends in one of {list(SUFFIXES)}", do="correct --out")
+    check_writable(out, "--out")
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -8,13 +8,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
-from draftcache.common.errors import CheckpointError, UsageError
+from draftcache.common.errors import CheckpointError, UsageError, first_line
 from draftcache.common.files import write_text
 from draftcache.train.checkpoint import Progress
 
@@ -140,11 +141,17 @@ def read_rows(path: Path) -> list[Row]:
     """The whole lines of a log; a last one that a crash tore is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}", needed="one JSON object a line", do="restore or remove it") from None
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        for row in rows:
+            _taken(row)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: {type(error).__name__} {first_line(error)}",
+            needed="one row of this run a line",
+            do="restore or remove it",
+        ) from None
+    return rows
 
 
 def _cut(path: Path, keep: Callable[[Row], bool], expected: int | None) -> None:
@@ -161,13 +168,17 @@ def _taken(row: Row) -> int:
     return int(row["step"]) + int(row["skipped"]) - int(row.get("applied") is False)
 
 
-def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+def check_tensorboard() -> None:
+    """Raise UsageError if TensorBoard's package is missing."""
+    if find_spec("tensorboard") is None:
         raise UsageError(
             "--tensorboard without the package tensorboard", needed="it", do="pip install 'draftcache[tensorboard]'"
-        ) from None
+        )
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 

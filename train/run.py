@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from draftcache.common import config as configs
-from draftcache.common.errors import MismatchError
+from draftcache.common.errors import CheckpointError, MismatchError
 from draftcache.common.files import write_json
 from draftcache.common.store import Store, lock_store, open_store
 from draftcache.common.target import check_device, load_parts
 from draftcache.train.checkpoint import (
     OPTIMIZER,
+    RUN_NAME,
     SETTINGS_NAME,
     WEIGHTS,
     Progress,
     Run,
+    check_file,
+    check_new,
     checkpoint_path,
     checkpoints,
     holds_run,
@@ -38,7 +41,7 @@ from draftcache.train.meter import Meter
 from draftcache.train.model.drafter import Drafter
 from draftcache.train.optim import Optimizer
 from draftcache.train.order import BucketIndex, context_shapes, held_out_batches, training_steps
-from draftcache.train.report import METRICS_NAME, Row, RunLog, read_rows
+from draftcache.train.report import METRICS_NAME, Row, RunLog, check_tensorboard, read_rows
 from draftcache.train.ring import Ring
 from draftcache.train.saver import Saver
 from draftcache.train.settings import TrainConfig, build_config, resumed_config
@@ -72,6 +75,7 @@ class _Job:
     progress: Progress
     checkpoint: Path | None  # to begin from
     began: float  # time.perf_counter() when the run was asked for
+    new: bool  # its folder is still empty
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -87,6 +91,12 @@ def resume(folder: Path, given: Mapping[str, Any]) -> TrainResult:
     Raises CheckpointError for flags that contradict the run.
     """
     if not holds_run(folder):
+        if "store" not in given:
+            raise CheckpointError(
+                f"{folder} holds no run",
+                needed="one to go on with",
+                do="check --resume, or pass the flags of a new run",
+            )
         return train(build_config({**given, "out": folder}))
     with join_world() as world, ExitStack() as stack:
         world.from_first(lambda: stack.enter_context(lock_store(folder)))
@@ -95,13 +105,13 @@ def resume(folder: Path, given: Mapping[str, Any]) -> TrainResult:
 
 def _new_job(config: TrainConfig, world: World) -> _Job:
     began = time.perf_counter()
+    world.from_first(lambda: check_new(config.out))
     store = world.together(lambda: open_store(config.store))
     run = world.together(lambda: resolve(config, store, world.size))
     config = settled(config, run)
     first = world.from_first(lambda: configs.to_dict(run))
     world.together(lambda: _check_same(configs.to_dict(run), first))
-    world.from_first(lambda: write_run(config.out, run, config))
-    return _Job(run=run, config=config, store=store, progress=Progress(), checkpoint=None, began=began)
+    return _Job(run=run, config=config, store=store, progress=Progress(), checkpoint=None, began=began, new=True)
 
 
 def _old_job(folder: Path, given: Mapping[str, Any], world: World) -> _Job:
@@ -115,18 +125,35 @@ def _old_job(folder: Path, given: Mapping[str, Any], world: World) -> _Job:
     store = world.together(lambda: open_store(config.store))
     world.together(lambda: _check_store(store, run))
     newest = checkpoints(folder)[-1] if world.first and checkpoints(folder) else None
-    plain = world.from_first(lambda: configs.to_dict(read_progress(newest) if newest else Progress()))
+    plain = world.from_first(lambda: configs.to_dict(_progress_at(newest)))
     progress = configs.from_dict(Progress, plain, str(newest))
-    world.from_first(lambda: write_json(folder / SETTINGS_NAME, configs.to_dict(config)))
     _say(world, f"{folder} goes on after step {progress.step}" + (f", from {newest.name}" if newest else ""))
     changed = configs.differences(versions(), run.versions)
     if changed:
         _say(world, f"the run began with other versions, so numbers may differ in rounding: {'; '.join(changed)}")
-    return _Job(run=run, config=config, store=store, progress=progress, checkpoint=newest, began=began)
+    return _Job(run=run, config=config, store=store, progress=progress, checkpoint=newest, began=began, new=False)
+
+
+def _progress_at(checkpoint: Path | None) -> Progress:
+    """Where to go on: at the beginning if there is no checkpoint."""
+    if checkpoint is None:
+        return Progress()
+    check_file(checkpoint, RUN_NAME)
+    return read_progress(checkpoint)
+
+
+def _write_down(job: _Job) -> None:
+    """The run and its settings into its folder, once nothing is left that a user could have got wrong."""
+    if job.new:
+        write_run(job.config.out, job.run, job.config)
+    else:
+        write_json(job.config.out / SETTINGS_NAME, configs.to_dict(job.config))
 
 
 def _work(job: _Job, world: World) -> TrainResult:
     run, config, store = job.run, job.config, job.store
+    if config.tensorboard:
+        world.from_first(check_tensorboard)
     if config.deterministic:
         _make_deterministic()
     device = torch.device(local_device(config.device))
@@ -147,9 +174,10 @@ def _work(job: _Job, world: World) -> TrainResult:
         stepper = _stepper(job, world, eager, device, shapes, schedule)
         folder = config.out if world.first else None
         files = {WEIGHTS: drafter.state_dict(), OPTIMIZER: optimizer.state()}
+        slots = stack.enter_context(_slots(job, schedule, max(shapes), device))
+        world.from_first(lambda: _write_down(job))
         log = stack.enter_context(RunLog(folder, job.progress, run.steps, tensorboard=config.tensorboard))
         saver = stack.enter_context(Saver(folder, files, config.keep))
-        slots = stack.enter_context(_slots(job, schedule, max(shapes), device))
         meter = Meter(job.began)
         end = Loop(run, config, world, eager, stepper, schedule, saver, log, job.progress, slots, meter).run()
     metrics = end.metrics or (read_rows(config.out / METRICS_NAME) or [{}])[-1]
@@ -180,7 +208,8 @@ def _build(job: _Job, device: torch.device, world: World) -> tuple[Drafter, Opti
         matmul=config.matmul,
         reduce_dtype=getattr(torch, config.reduce_dtype),
     )
-    eager = EagerStep(drafter, optimizer, parts, store.manifest.record, run.loss, step_config, world)
+    with naming_memory("the step's buffers", "--log-every or --num-layers"):
+        eager = EagerStep(drafter, optimizer, parts, store.manifest.record, run.loss, step_config, world)
     return drafter, optimizer, eager
 
 

@@ -10,12 +10,15 @@ import torch
 
 from draftcache.common.errors import CheckpointError, UsageError
 from draftcache.common.layout import DEFAULT_TOKEN_BUDGET
+from draftcache.train.model.anchors import check_seed
 from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
 from draftcache.train.warm_start import released_options
 
 MATMULS = ("bf16", "fp8")
 REDUCE_DTYPES = ("float32", "bfloat16")
+_WIDTHS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "sliding_window", "block_size")
+_FLAGS = {"num_heads": "heads", "num_kv_heads": "kv_heads", "intermediate_size": "intermediate"}
 FREE_ON_RESUME = (
     *("store", "out", "save_every", "keep", "log_every", "validate_every", "patience", "tensorboard", "graph"),
 )
@@ -35,6 +38,9 @@ class GeometryOptions:
     sliding_window: int = 2048
     block_size: int = 16
     mask_token_id: int | None = None  # None: the first embedding row that the tokenizer does not use
+
+    def __post_init__(self) -> None:
+        _check_positive({name: getattr(self, name) for name in _WIDTHS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +91,8 @@ class TrainConfig:
         positive = ("anchors", "accumulate", "steps", "epochs", "save_every", "keep", "log_every")
         values = {name: getattr(self, name) for name in positive}
         values |= {name: getattr(self.validation, name) for name in ("validate_every", "patience")}
-        for name, value in values.items():
-            if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {value}", needed="at least 1", do=f"correct {flag}")
+        _check_positive(values)
+        check_seed(self.seed)
         if self.graph and not self.device.startswith("cuda"):
             raise UsageError(f"--graph on {self.device}", needed="a CUDA device", do="use --no-graph")
         if self.matmul not in MATMULS or (self.matmul == "fp8" and not self.device.startswith("cuda")):
@@ -101,6 +105,13 @@ class TrainConfig:
             raise UsageError(
                 f"--reduce-dtype {self.reduce_dtype}", needed=f"one of {list(REDUCE_DTYPES)}", do="correct it"
             )
+
+
+def _check_positive(values: Mapping[str, int | None]) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+            raise UsageError(f"{flag} {value}", needed="at least 1", do=f"correct {flag}")
 
 
 _PARTS = {"geometry": GeometryOptions, "loss": LossConfig, "optim": OptimConfig, "validation": ValidationOptions}

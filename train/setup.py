@@ -51,9 +51,21 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
     if config.matmul == "fp8":
         _check_float8(config.device, drafter)
     batching = Batching(kind=config.batching, token_budget=config.token_budget, rows=config.rows)
-    trained, _ = split_samples(store, config.validation.validation_share)
+    trained, held_out = split_samples(store, config.validation.validation_share)
     if not trained:
         raise UsageError(f"every row of {store.path} is void", needed="samples to train on", do="extract again")
+    if config.validation.patience is not None and not held_out:
+        raise UsageError(
+            f"--patience with --validation-share {config.validation.validation_share}, which holds out no sample here",
+            needed="held-out samples, by which to stop",
+            do="raise --validation-share, or leave --patience away",
+        )
+    if drafter.block_size > max(trained):
+        raise UsageError(
+            f"--block-size {drafter.block_size} on samples of at most {max(trained)} tokens",
+            needed="blocks that a sample can fill",
+            do="lower --block-size",
+        )
     largest = max(context_shapes(trained, batching))
     if largest >= MAX_CONTEXT_TOKENS:
         raise UsageError(f"a context of {largest} tokens", needed=f"below {MAX_CONTEXT_TOKENS}", do="lower the budget")

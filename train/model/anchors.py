@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draftcache.common.errors import UsageError
 from draftcache.train.batch import FlatBatch
 
+MAX_SEED = 0xFFFFFFFF
 POSITION_BITS = 20
 MAX_CONTEXT_TOKENS = 1 << POSITION_BITS
 _MASK32 = 0xFFFFFFFF
@@ -33,6 +35,12 @@ class Blocks:
     labels: Tensor  # [A, B] int64: the data's token at each slot
     teacher_rows: Tensor  # [A, B] int64: flat position whose last hidden state predicts the label
     valid: Tensor  # [A, B] bool: slots that are trained; never slot 0
+
+
+def check_seed(seed: int) -> None:
+    """Raise UsageError for a seed of more than the 32 bits that `hash32` tells apart."""
+    if not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"--seed {seed}", needed=f"within [0, {MAX_SEED}]", do="correct --seed")
 
 
 def hash32(seed: int, epoch: Tensor, samples: Tensor, positions: Tensor) -> Tensor:

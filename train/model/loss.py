@@ -93,8 +93,8 @@ def default_gamma(block_size: int) -> float:
 
 def decay_weights(block_size: int, gamma: float | None, device: torch.device) -> Tensor:
     """[B - 1] float32, exp(-(k - 1) / gamma) for slots k = 1..B-1."""
-    slots = torch.arange(block_size - 1, device=device, dtype=torch.float32)
-    return torch.exp(-slots / (gamma or default_gamma(block_size)))
+    slots = torch.arange(block_size - 1, device=device, dtype=torch.float64)
+    return torch.exp(-slots / (gamma or default_gamma(block_size))).float()
 
 
 def dpace_weights(

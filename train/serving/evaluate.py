@@ -23,7 +23,7 @@ from draftcache.common.templates import read_template, template_arguments
 from draftcache.train.model.drafter import Drafter
 from draftcache.train.serving.decode import DrafterRunner, Plain, TargetDecoder, speculate
 from draftcache.train.serving.drafters import load_drafters
-from draftcache.train.serving.prompts import read_prompts
+from draftcache.train.serving.prompts import check_prompts, read_prompts
 from draftcache.train.serving.replay import replay
 from draftcache.train.serving.tally import Difference, SetReport, Tally
 from draftcache.train.serving.verify_block import Sampling
@@ -65,6 +65,8 @@ def evaluate(config: EvaluateConfig) -> list[SetReport]:
     identity = identify(config.target, tokenizer)
     loaded = load_drafters(config.checkpoints, config.drafters, identity, device)
     prompts = {path: read_prompts(path, tokenizer, config.limit, arguments) for path in config.data}
+    for held in prompts.values():
+        check_prompts(held, identity, config.max_new_tokens)
     target = load_target(config.target, device, config.dtype)
     if target.ends != PLAIN_ENDS:
         raise TargetError(

@@ -27,7 +27,7 @@ from draftcache.common.manifest import Manifest, read_manifest
 from draftcache.common.version import VERSION
 from draftcache.train.checkpoint import Run, load_drafter, read_progress
 from draftcache.train.model.drafter import SLIDING, DrafterConfig
-from draftcache.train.report import METRICS_NAME, VALIDATION_NAME
+from draftcache.train.report import METRICS_NAME, VALIDATION_NAME, read_rows
 from draftcache.train.serving.card import model_card
 from draftcache.train.serving.drafters import ORIGIN_NAME, chosen_checkpoint
 from draftcache.train.serving.parity import Parity, compare_on_store
@@ -162,14 +162,10 @@ def _manifest_of(store: Path | None, run: Run) -> Manifest | None:
 def _training_figures(checkpoint: Path) -> dict[str, float]:
     """Accepted length as training measured it at this checkpoint: last tenth of the steps so far, and held out."""
     step, folder = read_progress(checkpoint).step, checkpoint.parent
-    steps = [row for row in _rows(folder / METRICS_NAME) if row["step"] <= step]
-    found = {"training": steps[-max(1, step // 10) :], "held-out": _rows(folder / VALIDATION_NAME)}
+    steps = [row for row in read_rows(folder / METRICS_NAME) if row["step"] <= step]
+    found = {"training": steps[-max(1, step // 10) :], "held-out": read_rows(folder / VALIDATION_NAME)}
     found["held-out"] = [row for row in found["held-out"] if row["step"] == step][-1:]
     return {name: mean for name, rows in found.items() if (mean := _pooled(rows)) is not None}
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def _pooled(rows: list[dict[str, Any]]) -> float | None:

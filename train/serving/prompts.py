@@ -1,11 +1,12 @@
 """Prompts out of JSONL lines: what a server would be sent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from draftcache.common.data import Line, read_lines
 from draftcache.common.errors import DataError, first_line
+from draftcache.common.manifest import TargetIdentity
 
 
 def read_prompts(
@@ -19,6 +20,21 @@ def read_prompts(
     if not prompts:
         raise DataError(f"{path} holds no prompts", needed="at least one line", do="check --data")
     return prompts
+
+
+def check_prompts(prompts: Sequence[tuple[str, list[int]]], target: TargetIdentity, new_tokens: int) -> None:
+    """Raise DataError for a prompt with ids that the target has no row for, or too long for its context."""
+    most = target.max_position_embeddings - new_tokens
+    for where, ids in prompts:
+        if max(ids) >= target.vocab_size:
+            needed = f"ids below the target's {target.vocab_size}"
+            raise DataError(f"{where}: token id {max(ids)}", needed=needed, do="correct or remove the line")
+        if len(ids) > most:
+            raise DataError(
+                f"{where}: a prompt of {len(ids)} tokens",
+                needed=f"at most {most}, which with {new_tokens} new ones fill the target's context",
+                do="remove the line, or lower --max-new-tokens",
+            )
 
 
 def _prompt_ids(line: Line, tokenizer: Any, arguments: Mapping[str, Any]) -> list[int]:

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from draftcache.common.errors import UsageError
+from draftcache.train.model.anchors import check_seed
+
+MAX_TEMPERATURE = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +27,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < 100:
-            raise UsageError(f"--temperature {self.temperature}", needed="0 or more", do="correct it")
+        if not 0 <= self.temperature < MAX_TEMPERATURE:
+            raise UsageError(
+                f"--temperature {self.temperature}", needed=f"within [0, {MAX_TEMPERATURE})", do="correct it"
+            )
+        check_seed(self.seed)
 
     @property
     def greedy(self) -> bool:
