@@ -99,6 +99,26 @@ def test_updates_equal_adamw_on_the_clipped_mean_gradient(clip: float) -> None:
     assert optimizer.step.item() == 8
 
 
+def test_a_hundred_updates_stay_with_adamw() -> None:
+    """On gradients from 1e-6 to 1e6, without clipping, from the first correction to the last."""
+    config = OptimConfig(lr=1e-2, clip=1e30, weight_decay=0.1)
+    ours, theirs = parameters(), parameters()
+    optimizer = Optimizer(ours, config, 100)
+    twin = torch.optim.AdamW(theirs, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    for step in range(100):
+        scale = 10.0 ** (step % 13 - 6)
+        loss_of(ours, step, scale).backward()
+        loss_of(theirs, step, scale).backward()
+        optimizer.update(torch.tensor(1.0))
+        now = torch.tensor(float(step), dtype=torch.float64)
+        twin.param_groups[0]["lr"] = learning_rate(now, config, 100).item()
+        twin.step()
+        twin.zero_grad()
+        for found, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert optimizer.step.item() == 100
+
+
 def test_weight_decay_is_off_unless_asked_for() -> None:
     weights = parameters()
     before = [w.detach().clone() for w in weights]

@@ -6,6 +6,8 @@ What is summed is not normalised: the step divides gradients by the weight of th
     teacher "last"     l = sum p log(p / q), p = softmax(head(last))    dl/dz = q - p
     teacher "top"      S the K stored tokens, p their probabilities, r = 1 - sum_S p, q_R = 1 - sum_S q
                        l = sum_S p log(p / q) + r log(r / q_R)          dl/dz = q - p in S, q (1 - r / q_R) elsewhere
+                       r and q_R count as at least MIN_REST; where q_R is less, autograd of `plain_loss` loses that
+                       term, while `chunked_loss` keeps the derivative above, exact in S and bounded elsewhere
 
     weighting "decay"  w_k = exp(-(k - 1) / gamma)                       denominator: sum of w
     weighting "dpace"  s_k = (1 - alpha) q(label)_k + alpha, C_k = prod_{i<=k} s_i, w_k = sum_{m>=k} C_m
