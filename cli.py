@@ -322,7 +322,10 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(DAMAGE)
     except OSError as error:
-        click.echo(f"draftcache: {first_line(error)}; needed: a file system that allows it; do: look there", err=True)
+        click.echo(
+            f"draftcache: {first_line(error)}; needed: a path that can be read and written; do: check it and its disk",
+            err=True,
+        )
         sys.exit(USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
         click.echo("draftcache: interrupted", err=True)

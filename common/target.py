@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -38,6 +37,7 @@ from draftcache.common.identity import (
     weights_digest,
 )
 from draftcache.common.manifest import Manifest, TargetEnds, TargetIdentity, check_file
+from draftcache.common.tensors import save_tensors
 
 PARTS_PATH = "target/embedding_and_head.safetensors"
 
@@ -230,7 +230,7 @@ def save_parts(target: Target, source: Path, store: Path, chat_template: Path | 
     if target.head.data_ptr() != target.embedding.data_ptr():
         parts["lm_head.weight"] = target.head
     with atomic_path(store / PARTS_PATH) as partial:
-        save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, partial)
+        save_tensors(partial, {name: part.detach().cpu().contiguous() for name, part in parts.items()})
     for path in copied_files(source):
         shutil.copyfile(path, folder / path.name)
     if chat_template is not None:

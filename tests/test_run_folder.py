@@ -1,7 +1,9 @@
 """A run's folder: what may become one, what mistakes leave there (nothing), and which damage in it is found (all)."""
 
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,9 @@ import torch
 from draftcache.common.errors import CheckpointError, DraftcacheError, StoreError
 from draftcache.common.store import Store
 from draftcache.tests.commands import run
-from draftcache.tests.runs import outcome, small_run
+from draftcache.tests.runs import outcome, small_run, steps_until
 from draftcache.tests.stores import files_of, flip_bit
-from draftcache.train.checkpoint import load_drafter, newest_checkpoint, read_progress
+from draftcache.train.checkpoint import checkpoints, load_drafter, newest_checkpoint, read_progress
 from draftcache.train.run import resume, train
 from draftcache.train.serving.export import ExportConfig, export
 
@@ -178,6 +180,35 @@ def test_an_unknown_flag_or_value_is_one_line_too(capsys: Capture, flag: str) ->
 
 def test_dry_run_and_resume_exclude_one_another(capsys: Capture, trained: Path) -> None:
     assert "--dry-run with --resume" in run(capsys, "train", "--resume", trained, "--dry-run").message
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: a disk that becomes full, as the writer sees it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_refuses_a_checkpoint_stops_the_run_and_loses_nothing(
+    capsys: Capture, store: Store, trained: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        steps_until(patch, 3)
+        train(small_run(store, out, steps=4))
+    before = checkpoints(out)
+    with files_up_to(50_000):
+        refused = run(capsys, "train", "--resume", out)
+    assert refused.code == 2
+    assert "File too large" in refused.message
+    assert "Traceback" not in refused.err
+    assert [path for path in out.iterdir() if path.name.startswith("checkpoint")] == before
+    resume(out, {})
+    assert outcome(out) == outcome(trained)
 
 
 def test_what_the_file_system_refuses_is_one_line(capsys: Capture, trained: Path) -> None:

@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 from crc32c import crc32c
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, UsageError, first_line
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json
 from draftcache.common.manifest import TargetIdentity
+from draftcache.common.tensors import save_tensors
 from draftcache.train.model.drafter import Drafter, DrafterConfig
 from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
@@ -129,19 +130,28 @@ def write_checkpoint(folder: Path, progress: Progress, files: Mapping[str, dict[
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    digests = {RUN_NAME: _crc32c_of(folder / RUN_NAME)} if holds_run(folder) else {}
-    for name, tensors in files.items():
-        save_file(tensors, partial / name)
-        with (partial / name).open("rb") as file:
-            os.fsync(file.fileno())
-        digests[name] = _crc32c_of(partial / name)
-    plain = configs.to_dict(progress)
-    write_json(partial / _STATE, plain | {_DIGESTS: digests | {_STATE: _crc32c_of_state(plain, digests)}})
+    try:
+        _write_files(partial, progress, files)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        raise
     if final.exists():
         _remove(final)
     partial.rename(final)
     sync_directory(folder)
     return final
+
+
+def _write_files(partial: Path, progress: Progress, files: Mapping[str, dict[str, Tensor]]) -> None:
+    folder = partial.parent
+    digests = {RUN_NAME: _crc32c_of(folder / RUN_NAME)} if holds_run(folder) else {}
+    for name, tensors in files.items():
+        save_tensors(partial / name, tensors)
+        with (partial / name).open("rb") as file:
+            os.fsync(file.fileno())
+        digests[name] = _crc32c_of(partial / name)
+    plain = configs.to_dict(progress)
+    write_json(partial / _STATE, plain | {_DIGESTS: digests | {_STATE: _crc32c_of_state(plain, digests)}})
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

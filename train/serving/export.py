@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, MismatchError, UsageError
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
 from draftcache.common.manifest import Manifest, read_manifest
+from draftcache.common.tensors import save_tensors
 from draftcache.common.version import VERSION
 from draftcache.train.checkpoint import Run, load_drafter, read_progress
 from draftcache.train.model.drafter import SLIDING, DrafterConfig
@@ -109,7 +109,7 @@ def _write(
     folder.mkdir(parents=True)
     build = zlab_config if config.layout == "zlab" else speculators_config
     write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
-    save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_tensors(folder / WEIGHTS_NAME, weights, {"format": "pt"})
     (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # safetensors keeps it from other users
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
     origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
