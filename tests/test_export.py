@@ -18,7 +18,14 @@ from draftcache.tests.commands import run
 from draftcache.tests.helpers import taps_of
 from draftcache.tests.reader import block_logits, engine_causality, read_folder
 from draftcache.tests.runs import metrics, small_run
-from draftcache.train.checkpoint import best_checkpoint, checkpoints, load_drafter
+from draftcache.train.checkpoint import (
+    best_checkpoint,
+    checkpoints,
+    load_drafter,
+    newest_checkpoint,
+    read_progress,
+    write_checkpoint,
+)
 from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
 from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
 from draftcache.train.run import train
@@ -249,10 +256,10 @@ def test_nothing_is_left_of_a_refused_export(tmp_path: Path, runs: dict[str, Pat
         export(ExportConfig(checkpoint=runs["mixed"], out=tmp_path / "x", layout="speculators"))
     broken = tmp_path / "broken"
     shutil.copytree(runs["full"], broken)
-    path = next(broken.glob("checkpoint-*/drafter.safetensors"))
-    weights = load_file(path)
+    checkpoint = newest_checkpoint(broken)
+    weights = load_file(checkpoint / "drafter.safetensors")
     weights["fc.weight"][0, 0] = 3.4e38  # finite as float32, not as bfloat16
-    save_file(weights, path)
+    write_checkpoint(broken, read_progress(checkpoint), {"drafter.safetensors": weights})
     with pytest.raises(CheckpointError, match="not finite"):
         export(ExportConfig(checkpoint=broken, out=tmp_path / "x"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["broken"]
@@ -262,6 +269,9 @@ def test_another_store_is_refused(tmp_path: Path, runs: dict[str, Path], store: 
     other = json.loads((runs["full"] / "run.json").read_text()) | {"store_identity": "0" * 64}
     shutil.copytree(runs["full"], tmp_path / "run")
     (tmp_path / "run" / "run.json").write_text(json.dumps(other))
+    checkpoint = newest_checkpoint(tmp_path / "run")
+    weights = load_file(checkpoint / "drafter.safetensors")
+    write_checkpoint(tmp_path / "run", read_progress(checkpoint), {"drafter.safetensors": weights})
     with pytest.raises(MismatchError):
         export(ExportConfig(checkpoint=tmp_path / "run", out=tmp_path / "x", store=store.path))
     assert not (tmp_path / "x").exists()
@@ -323,4 +333,5 @@ def test_a_prefix_and_borrowed_tensors_are_understood(tmp_path: Path, runs: dict
     plain = load_released(folder, CPU).state_dict()
     weights = {f"model.{name}": w for name, w in load_file(folder / "model.safetensors").items()}
     save_file(weights | {"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    (folder / "draftcache.json").unlink()  # another tool wrote it
     assert all(torch.equal(w, plain[name]) for name, w in load_released(folder, CPU).state_dict().items())

@@ -100,6 +100,7 @@ def test_missing_unknown_and_damaged_tensors_are_refused(store: Store, released:
         copy = tmp_path / word.replace(" ", "-")
         shutil.copytree(released, copy)
         save_file(tensors, copy / "model.safetensors")
+        (copy / "draftcache.json").unlink()  # another tool wrote it
         with pytest.raises(CheckpointError, match=word):
             train(build_config(given(store, copy / "warm", copy)))
 

@@ -13,10 +13,7 @@ from draftcache.common.errors import CheckpointError, MismatchError, UsageError,
 from draftcache.common.manifest import TargetIdentity
 from draftcache.train.checkpoint import WEIGHTS, best_checkpoint, load_drafter
 from draftcache.train.model.drafter import Drafter
-from draftcache.train.serving.released import load_released
-
-ORIGIN_NAME = "draftcache.json"
-"""In an exported folder: which target, run and checkpoint it comes from."""
+from draftcache.train.serving.released import ORIGIN_NAME, load_released
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

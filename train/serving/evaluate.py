@@ -52,6 +52,8 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise UsageError(f"--max-new-tokens {self.max_new_tokens}", needed="at least 2", do="correct it")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit {self.limit}", needed="at least 1", do="correct it")
 
 
 def evaluate(config: EvaluateConfig) -> list[SetReport]:

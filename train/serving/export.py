@@ -22,18 +22,19 @@ from torch import Tensor
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, MismatchError, UsageError
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
-from draftcache.common.manifest import Manifest, read_manifest
+from draftcache.common.manifest import Manifest, digest_file, read_manifest
 from draftcache.common.tensors import save_tensors
 from draftcache.common.version import VERSION
 from draftcache.train.checkpoint import Run, load_drafter, read_progress
 from draftcache.train.model.drafter import SLIDING, DrafterConfig
 from draftcache.train.report import METRICS_NAME, VALIDATION_NAME, read_rows
 from draftcache.train.serving.card import model_card
-from draftcache.train.serving.drafters import ORIGIN_NAME, chosen_checkpoint
+from draftcache.train.serving.drafters import chosen_checkpoint
 from draftcache.train.serving.parity import Parity, compare_on_store
 from draftcache.train.serving.released import (
     CONFIG_NAME,
     FORMATS,
+    ORIGIN_NAME,
     WEIGHTS_NAME,
     check_servable,
     load_released,
@@ -113,6 +114,7 @@ def _write(
     (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # safetensors keeps it from other users
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
     origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
+    origin["weights_sha256"] = digest_file(folder / WEIGHTS_NAME)
     write_json(folder / ORIGIN_NAME, origin | {"target": target, "run": whole})
     trained = _training_figures(checkpoint)
     write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint.name, manifest, measured, trained))

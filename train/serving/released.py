@@ -18,11 +18,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftcache.common.errors import CheckpointError, UsageError, first_line
-from draftcache.common.manifest import TargetIdentity
+from draftcache.common.manifest import TargetIdentity, digest_file
 from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
 
 FORMATS = ("zlab", "speculators")
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+ORIGIN_NAME = "draftcache.json"
+"""In an exported folder: which target, run and checkpoint it comes from, and the SHA-256 of its weights."""
 _BORROWED = ("embed_tokens.weight", "lm_head.weight")
 """Copies of the target's tensors that some speculators files carry; the target's own are used instead."""
 _SPECULATORS_VERSION = "0.9.0"
@@ -196,7 +198,10 @@ def load_released(folder: Path, device: torch.device) -> Drafter:
 
 
 def read_released_weights(folder: Path, config: DrafterConfig, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a released folder by their bare names, in the dtype that they have there."""
+    """The tensors of a released folder by their bare names, in the dtype that they have there.
+
+    Raises CheckpointError for others than `config` needs, and for weights that changed since `export` wrote them.
+    """
     weights: dict[str, Tensor] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
@@ -216,7 +221,23 @@ def read_released_weights(folder: Path, config: DrafterConfig, device: torch.dev
             needed=f"exactly the {len(wanted)} tensors of this drafter",
             do="check that weights and config.json belong together",
         )
+    _check_digest(folder)
     return weights
+
+
+def _check_digest(folder: Path) -> None:
+    """Raise CheckpointError for exported weights that are not those that were written; others have no digest."""
+    origin, weights = folder / ORIGIN_NAME, folder / WEIGHTS_NAME
+    if not origin.exists():
+        return
+    try:
+        same = json.loads(origin.read_text(encoding="utf-8"))["weights_sha256"] == digest_file(weights)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{origin}: {first_line(error)}", needed="what `export` wrote", do="export again"
+        ) from None
+    if not same:
+        raise CheckpointError(f"{weights} has changed since it was exported", needed="its bytes", do="export again")
 
 
 def _parse(values: Mapping[str, Any]) -> DrafterConfig:

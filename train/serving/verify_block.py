@@ -16,7 +16,7 @@ from torch import Tensor
 from draftcache.common.errors import UsageError
 from draftcache.train.model.anchors import check_seed
 
-MAX_TEMPERATURE = 100
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < MAX_TEMPERATURE:
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < MAX_TEMPERATURE:
             raise UsageError(
-                f"--temperature {self.temperature}", needed=f"within [0, {MAX_TEMPERATURE})", do="correct it"
+                f"--temperature {self.temperature}",
+                needed=f"0, or within [{MIN_TEMPERATURE}, {MAX_TEMPERATURE})",
+                do="correct it",
             )
         check_seed(self.seed)
 
