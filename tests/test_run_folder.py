@@ -178,6 +178,13 @@ def test_an_unknown_flag_or_value_is_one_line_too(capsys: Capture, flag: str) ->
     assert refused.message.startswith("draftcache: ")
 
 
+def test_a_decay_that_nobody_reads_is_refused(capsys: Capture, store: Store, tmp_path: Path) -> None:
+    flags = ("--store", store.path, "--out", tmp_path / "run", "--weighting", "dpace", "--gamma", 3)
+    refused = run(capsys, "train", *flags)
+    assert refused.code == 2
+    assert "--gamma 3.0 with --weighting dpace" in refused.message
+
+
 def test_dry_run_and_resume_exclude_one_another(capsys: Capture, trained: Path) -> None:
     assert "--dry-run with --resume" in run(capsys, "train", "--resume", trained, "--dry-run").message
 

@@ -125,6 +125,12 @@ def build_config(given: Mapping[str, Any]) -> TrainConfig:
     for name in ("store", "out"):
         if name not in given:
             raise UsageError(f"no --{name}", needed="a store and a folder for the run", do=f"pass --{name}")
+    if given.get("weighting") == "dpace" and "gamma" in given:
+        raise UsageError(
+            f"--gamma {given['gamma']} with --weighting dpace",
+            needed="decay, which alone reads it",
+            do="leave one away",
+        )
     if "init_from" in given:
         given = released_options(given["init_from"]) | dict(given)
     parts = {part: cls(**_take(given, cls)) for part, cls in _PARTS.items()}
