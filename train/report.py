@@ -143,7 +143,7 @@ def read_rows(path: Path) -> list[Row]:
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     try:
         return [json.loads(line) for line in lines]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}", needed="one JSON object a line", do="restore or remove it") from None
 
 
