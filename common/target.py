@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -38,6 +37,7 @@ from draftcache.common.identity import (
     weights_digest,
 )
 from draftcache.common.manifest import Manifest, TargetEnds, TargetIdentity, check_file
+from draftcache.common.tensors import save_tensors
 
 PARTS_PATH = "target/embedding_and_head.safetensors"
 
@@ -104,7 +104,7 @@ def read_config(folder: Path, *, weights: bool = True) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers raises a dozen unrelated types
         raise TargetError(
             f"{folder}/config.json: {first_line(error)}",
             needed="a model type that transformers knows",
@@ -116,7 +116,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The target's fast tokenizer; TargetError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of transformers and tokenizers, which raise plain Exception
         raise TargetError(
             f"{folder}: no tokenizer ({first_line(error)})",
             needed="tokenizer files",
@@ -228,7 +228,7 @@ def save_parts(target: Target, source: Path, store: Path, chat_template: Path | 
     if target.head.data_ptr() != target.embedding.data_ptr():
         parts["lm_head.weight"] = target.head
     with atomic_path(store / PARTS_PATH) as partial:
-        save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, partial)
+        save_tensors(partial, {name: part.detach().cpu().contiguous() for name, part in parts.items()})
     for path in copied_files(source):
         shutil.copyfile(path, folder / path.name)
     if chat_template is not None:
@@ -282,7 +282,7 @@ def _load_model(folder: Path, config: Any, dtype: str | None, device_map: str | 
             output_loading_info=True,
             **_gguf_arguments(folder, config),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # of transformers, safetensors and torch: a cut file, a shape, a missing package
         raise TargetError(
             f"{folder} does not load: {first_line(error)}", needed="a causal language model", do="check the folder"
         ) from None

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, UsageError, first_line
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json
 from draftcache.common.manifest import TargetIdentity
+from draftcache.common.tensors import save_tensors
 from draftcache.train.model.drafter import Drafter, DrafterConfig
 from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig
@@ -117,7 +118,7 @@ def write_checkpoint(folder: Path, progress: Progress, files: Mapping[str, dict[
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     for name, tensors in files.items():
-        save_file(tensors, partial / name)
+        save_tensors(partial / name, tensors)
         with (partial / name).open("rb") as file:
             os.fsync(file.fileno())
     write_json(partial / _STATE, configs.to_dict(progress))
@@ -210,7 +211,7 @@ def load_drafter(folder: Path, device: torch.device) -> tuple[Run, Drafter]:
 def _read(cls: type[T], path: Path) -> T:
     try:
         return configs.from_dict(cls, json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, UsageError) as error:
+    except (OSError, ValueError, RecursionError, UsageError) as error:
         raise CheckpointError(
             f"{path}: {first_line(error)}", needed="a folder written by `draftcache train`", do="check the folder"
         ) from None

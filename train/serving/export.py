@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, MismatchError, UsageError
 from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
 from draftcache.common.manifest import Manifest, read_manifest
+from draftcache.common.tensors import save_tensors
 from draftcache.common.version import VERSION
 from draftcache.train.checkpoint import Run, load_drafter, read_progress
 from draftcache.train.model.drafter import SLIDING, DrafterConfig
@@ -109,8 +109,7 @@ def _write(
     folder.mkdir(parents=True)
     build = zlab_config if config.layout == "zlab" else speculators_config
     write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
-    save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # safetensors keeps it from other users
+    save_tensors(folder / WEIGHTS_NAME, weights, metadata={"format": "pt"})
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
     origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
     write_json(folder / ORIGIN_NAME, origin | {"target": target, "run": whole})
@@ -189,7 +188,7 @@ def _read_measured(config: ExportConfig) -> list[dict[str, Any]]:
         figures = ("name", "prompts", "accepted_length")
         kept = ours or (drafters if len(drafters) == 1 else set())
         found = [{name: report[name] for name in figures} for report in reports if report["drafter"] in kept]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise UsageError(
             f"{path}: {type(error).__name__} {error}", needed="what `evaluate --json FILE` wrote", do="check --measured"
         ) from None
