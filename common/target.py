@@ -175,6 +175,8 @@ def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetId
     config = read_config(folder, weights=False)
     text = config.get_text_config()
     heads = text.num_attention_heads
+    if min(text.hidden_size, text.vocab_size, text.num_hidden_layers, heads) < 1:
+        raise TargetError(f"{folder}/config.json: a size below 1", needed="a model's sizes", do="restore config.json")
     return TargetIdentity(
         name=folder.resolve().name,
         architecture=(config.architectures or ["unknown"])[0],

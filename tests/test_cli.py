@@ -90,6 +90,7 @@ BAD_TARGETS: dict[str, tuple[str, bytes]] = {
     "weights of noise": ("model.safetensors", b"\xff" * 5000),
     "configuration nested too deeply": ("config.json", b"[" * 100_000),
     "configuration of another kind": ("config.json", b'{"model_type": "qwen3", "hidden_size": "wide"}'),
+    "no width": ("config.json", b'{"model_type": "qwen3", "hidden_size": 0}'),
     "tokenizer nested too deeply": ("tokenizer.json", b"[" * 100_000),
     "generation settings cut": ("generation_config.json", b'{"eos_'),
     "generation settings of another kind": ("generation_config.json", b"[]"),
