@@ -66,7 +66,11 @@ def cli() -> None:
 @click.option("--layers", "layer_ids", type=INTS, help="Tapped layers, 0-based outputs.  [default: 5, evenly spaced]")
 @click.option("--buckets", "ceilings", type=INTS, help="Ceilings in tokens.  [default: 770,1216,1728,2432,3296,8192]")
 @click.option("--token-budget", type=int, help="Padded tokens of one forward batch = one shard.  [default: 49152]")
-@click.option("--max-length", type=int, help="Longer samples are cut on the right.  [default: the largest ceiling]")
+@click.option(
+    "--max-length",
+    type=int,
+    help="Longer samples are cut on the right.  [default: the largest ceiling, at most the target's positions]",
+)
 @click.option("--min-supervised", type=int, help="Samples with fewer supervised tokens are dropped.  [default: 2]")
 @click.option("--limit", type=int, help="Read at most so many lines.")
 @click.option("--codec", type=click.Choice(["bf16", "mxfp8", "mxfp4"]), help="Of the taps.  [default: bf16]")
@@ -322,10 +326,12 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(DAMAGE)
     except OSError as error:
-        click.echo(
-            f"draftcache: {first_line(error)}; needed: a path that can be read and written; do: check it and its disk",
-            err=True,
-        )
+        what = f"{error.filename or 'the system'}: {error.strerror or first_line(error)}"
+        needed = "needed: a path that can be read and written; do: check it and its disk"
+        click.echo(f"draftcache: {what}; {needed}", err=True)
+        sys.exit(USER_ERROR)
+    except MemoryError as error:
+        click.echo(f"draftcache: out of memory ({first_line(error)})", err=True)
         sys.exit(USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
         click.echo("draftcache: interrupted", err=True)

@@ -144,7 +144,7 @@ def _tool_calls(where: str, position: int, calls: Any) -> list[dict[str, Any]]:
         arguments = function.get("arguments", {})
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             _refuse(where, f"turn {position} calls {function['name']} with {arguments!r:.60}", "arguments in JSON")
         parsed.append({"type": "function"} | call | {"function": function | {"arguments": arguments}})
     return parsed
@@ -154,10 +154,13 @@ def _tools(where: str, tools: Any) -> tuple[dict[str, Any], ...]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             _refuse(where, f"tools {tools!r:.60}", "a list of JSON schemas")
     if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
         _refuse(where, f"tools of type {type(tools).__name__}", "a list of JSON schemas")
+    for tool in tools or []:
+        if not isinstance(tool.get("function", {}), dict):
+            _refuse(where, f"a tool whose function is {tool['function']!r:.60}", "a JSON schema")
     return tuple(tools or [])
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftcache.common.errors import TargetError
+from draftcache.common.errors import TargetError, first_line
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
@@ -83,14 +83,26 @@ def special_ids(folder: Path, config: Any, tokenizer: Any) -> set[int]:
     Reserved tokens that nothing names are not among them, nor is the token that the tokenizer itself calls its mask.
     """
     ids: set[int] = set(tokenizer.all_special_ids)
-    path = folder / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    generation = _generation_config(folder / "generation_config.json")
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         for value in (getattr(config, name, None), getattr(config.get_text_config(), name, None), generation.get(name)):
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    strange = [value for value in ids if type(value) is not int]
+    if strange:
+        raise TargetError(f"{folder} names the special tokens {strange}", needed="token ids", do="correct its files")
     template = str(tokenizer.chat_template)
     ids.update(number for number, token in tokenizer.added_tokens_decoder.items() if token.content in template)
     return ids - {tokenizer.mask_token_id}
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        found = first_line(error)
+    if not isinstance(found, dict):
+        raise TargetError(f"{path}: {found}", needed="a JSON object", do="restore the file, or remove it")
+    return found
 
 
 def weights_digest(folder: Path) -> str:

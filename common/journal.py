@@ -63,7 +63,12 @@ def read_journal(store: Path) -> Iterator[JournalEntry]:
     Raises DamageError for a complete line that fails its checksum.
     """
     for path in journal_files(store):
-        *lines, _torn = path.read_bytes().split(b"\n")
+        try:
+            *lines, _torn = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise DamageError(
+                f"{path} cannot be read: {error.strerror}", needed="a readable journal", do="check the store's folder"
+            ) from None
         for number, line in enumerate(lines, 1):
             entry = _parse(line)
             if entry is None:
@@ -113,7 +118,7 @@ def _parse(line: bytes) -> JournalEntry | None:
         if checksum != _checksum(values):
             return None
         return JournalEntry(**(values | {name: tuple(values[name]) for name in ("digests", "void")}))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
 
 

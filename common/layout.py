@@ -26,6 +26,7 @@ INDEX_ENTRY_BYTES = 16
 RECORD_ALIGNMENT = 64
 """Bytes. CHUNK_TOKENS records of a multiple of 64 bytes are whole pages, whatever the target's width."""
 
+MAX_CEILING = 2**22
 DEFAULT_CEILINGS = (770, 1216, 1728, 2432, 3296, 8192)
 DEFAULT_TOKEN_BUDGET = 49_152
 
@@ -46,11 +47,12 @@ def rows_per_batch(token_budget: int, ceiling: int) -> int:
 
 
 def check_ceilings(ceilings: tuple[int, ...]) -> None:
-    """Raise UsageError unless the ceilings are positive and strictly ascending."""
-    if not ceilings or ceilings[0] < 2 or any(a >= b for a, b in pairwise(ceilings)):
+    """Raise UsageError unless the ceilings are strictly ascending lengths that a row can have."""
+    ascending = all(a < b for a, b in pairwise(ceilings))
+    if not (ceilings and ascending and ceilings[0] >= 2 and ceilings[-1] <= MAX_CEILING):
         raise UsageError(
             f"bucket ceilings {list(ceilings)}",
-            needed="strictly ascending lengths of at least 2 tokens",
+            needed=f"strictly ascending lengths of 2 to {MAX_CEILING} tokens",
             do="pass for example --buckets 512,1024,2048",
         )
 

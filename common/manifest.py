@@ -167,7 +167,11 @@ def read_manifest(store: Path) -> Manifest:
         raise StoreError(
             f"{store} has no {MANIFEST_NAME}", needed="a store made by `draftcache extract`", do="check --store"
         ) from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read: {error.strerror}", needed="a readable manifest", do="check the store's folder"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is not JSON ({error})", needed="an undamaged manifest", do="extract again") from None
     version = values.get("layout_version") if isinstance(values, dict) else None
     if version != LAYOUT_VERSION:
@@ -207,10 +211,16 @@ def _made_from(manifest: Manifest) -> dict[str, Any]:
 def check_file(store: Path, manifest: Manifest, name: str) -> None:
     """Raise DamageError unless a file that the manifest lists has its size and digest."""
     (wanted,) = (file for file in manifest.files if file.name == name)
-    path = store / name
-    if not path.is_file() or path.stat().st_size != wanted.size or digest_file(path) != wanted.digest:
+    path, found = store / name, "is not the file that extraction wrote"
+    try:
+        sound = path.is_file() and path.stat().st_size == wanted.size and digest_file(path) == wanted.digest
+    except OSError as error:
+        sound, found = False, f"cannot be read: {error.strerror}"
+    if not sound:
         raise DamageError(
-            f"{path} is not the file that extraction wrote", needed="its bytes unchanged", do="extract again"
+            f"{path} {found}",
+            needed="its bytes unchanged",
+            do="run `draftcache extract --resume` with the first run's settings",
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from draftcache.common.manifest import check_file
 from draftcache.common.store import Store
 from draftcache.common.target import PARTS_PATH, load_tokenizer
 
@@ -22,7 +23,11 @@ class SampleText:
 
 def read_samples(store: Store, count: int) -> Iterator[SampleText]:
     """The `count` samples with the lowest numbers, decoded with the store's own tokenizer."""
-    tokenizer = load_tokenizer((store.path / PARTS_PATH).parent)
+    folder = (store.path / PARTS_PATH).parent
+    for file in store.manifest.files:
+        if (store.path / file.name).parent == folder and file.name != PARTS_PATH:
+            check_file(store.path, store.manifest, file.name)
+    tokenizer = load_tokenizer(folder)
     places = sorted(
         (number, ceiling, row)
         for ceiling, bucket in store.buckets.items()

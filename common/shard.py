@@ -141,7 +141,7 @@ class RowReader:
         """
         geometry, live = shard.geometry, shard.geometry.live_chunks(shard.lengths[row])
         try:
-            fd = _open(shard.path, os.O_RDONLY, direct=_aligned(out))
+            fd = _open(shard.path, os.O_RDONLY | os.O_NONBLOCK, direct=_aligned(out))  # never wait on a pipe
             try:
                 index_bytes = self._check_size_and_index(fd, shard)
                 begin, nbytes = shard.first_chunk[row] * geometry.chunk_span, live * geometry.chunk_span

@@ -22,6 +22,7 @@ from zarr.codecs import Crc32cCodec
 
 from draftcache.common.errors import DamageError, StoreError, first_line
 from draftcache.common.files import PARTIAL_SUFFIX
+from draftcache.common.journal import FOLDER as JOURNAL_FOLDER
 from draftcache.common.journal import JournalEntry, read_journal
 from draftcache.common.layout import CHUNK_TOKENS, ShardGeometry, row_stride
 from draftcache.common.manifest import MANIFEST_NAME, BucketSummary, Manifest, StoredFile, digest_file, read_manifest
@@ -82,7 +83,7 @@ class Bucket:
             raise DamageError(
                 f"{self._folder}: ids, masks or lengths differ from the manifest's digest",
                 needed="the arrays that were written",
-                do="extract again",
+                do="run extract --resume",
             )
         return samples
 
@@ -105,9 +106,9 @@ class Bucket:
         path = self._folder / "records" / "zarr.json"
         try:
             found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DamageError(
-                f"{path}: {first_line(error)}", needed="the array's metadata", do="extract again"
+                f"{path}: {first_line(error)}", needed="the array's metadata", do="run extract --resume"
             ) from None
         try:
             grid, codec = found["chunk_grid"]["configuration"]["chunk_shape"], found["codecs"][0]["configuration"]
@@ -170,7 +171,7 @@ class Bucket:
             raise DamageError(
                 f"{self._folder}/records: {first_line(error)} (sample {shard.samples[position]})",
                 needed="an array that zarr-python reads",
-                do="extract again",
+                do="run extract --resume",
             ) from None
         out[: values.size] = values.reshape(-1)
         out[values.size :] = 0
@@ -268,8 +269,8 @@ def is_store(path: Path) -> bool:
 
 
 def clear_store(path: Path) -> None:
-    """Remove everything in a store's folder; the folder stays."""
-    for child in path.iterdir():
+    """Remove everything in a store's folder, the journal first: without it nothing counts. The folder stays."""
+    for child in sorted(path.iterdir(), key=lambda child: child.name != JOURNAL_FOLDER):
         shutil.rmtree(child) if child.is_dir() else child.unlink()
 
 
@@ -312,7 +313,9 @@ def _read_samples(folder: Path, ceiling: int) -> BucketSamples:
         input_ids, loss_mask = (read_padded(group[name], lengths) for name in ("input_ids", "loss_mask"))
     except Exception as error:  # zarr raises a dozen unrelated types for damaged metadata and chunks
         raise DamageError(
-            f"{folder}: {type(error).__name__}: {error}", needed="readable ids, masks and lengths", do="extract again"
+            f"{folder}: {type(error).__name__}: {error}",
+            needed="readable ids, masks and lengths",
+            do="run extract --resume",
         ) from None
     return BucketSamples(
         ceiling=ceiling,

@@ -104,7 +104,7 @@ def read_config(folder: Path, *, weights: bool = True) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers raises a dozen unrelated types
         raise TargetError(
             f"{folder}/config.json: {first_line(error)}",
             needed="a model type that transformers knows",
@@ -116,7 +116,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The target's fast tokenizer; TargetError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of transformers and tokenizers, which raise plain Exception
         raise TargetError(
             f"{folder}: no tokenizer ({first_line(error)})",
             needed="tokenizer files",
@@ -177,6 +177,8 @@ def identify(folder: Path, tokenizer: Any, dtype: str | None = None) -> TargetId
     config = read_config(folder, weights=False)
     text = config.get_text_config()
     heads = text.num_attention_heads
+    if min(text.hidden_size, text.vocab_size, text.num_hidden_layers, heads) < 1:
+        raise TargetError(f"{folder}/config.json: a size below 1", needed="a model's sizes", do="restore config.json")
     return TargetIdentity(
         name=folder.resolve().name,
         architecture=(config.architectures or ["unknown"])[0],
@@ -284,7 +286,7 @@ def _load_model(folder: Path, config: Any, dtype: str | None, device_map: str | 
             output_loading_info=True,
             **_gguf_arguments(folder, config),
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # of transformers, safetensors and torch: a cut file, a shape, a missing package
         raise TargetError(
             f"{folder} does not load: {first_line(error)}", needed="a causal language model", do="check the folder"
         ) from None

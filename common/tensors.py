@@ -1,5 +1,8 @@
-"""Writes safetensors files; what the file system refuses is an OSError, as for every other file."""
+"""Writes safetensors files: readable as other files are, and a disk that fails is an OSError here too."""
 
+import errno
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -7,12 +10,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftcache.common.errors import first_line
-
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write contiguous tensors on the host by their names. Raises OSError for a full or unwritable disk."""
+    """Write named tensors to `path`. Raises OSError, for example when the disk is full."""
+    path.touch()
+    mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata=metadata)
     except SafetensorError as error:
-        raise OSError(f"{path}: {first_line(error)}") from None
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from None
+    path.chmod(mode)  # safetensors keeps its files from other users

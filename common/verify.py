@@ -38,7 +38,7 @@ class VerifyReport:
 def verify_store(path: Path) -> VerifyReport:
     """Check every byte of a store. Raises StoreError if there is none, and DamageError if its manifest is damaged."""
     store = Store(path, read_manifest(path))
-    damage = [error.found for file in store.manifest.files if (error := _file_damage(store, file.name))]
+    damage = [error.found for file in store.manifest.files if (error := file_damage(store, file.name))]
     shards = bytes_read = 0
     try:
         for result in check_shards(store, "verify"):
@@ -107,11 +107,12 @@ def _check_shard(bucket: Bucket, shard: int, reader: RowReader, out: Bytes) -> C
 
 
 def leftovers(path: Path) -> list[Path]:
-    """Files that a killed run left unfinished."""
+    """Files and folders that a killed run left unfinished."""
     return sorted(path.rglob(f"*{PARTIAL_SUFFIX}"))
 
 
-def _file_damage(store: Store, name: str) -> DamageError | None:
+def file_damage(store: Store, name: str) -> DamageError | None:
+    """What is wrong with a file that the manifest lists, or None."""
     try:
         check_file(store.path, store.manifest, name)
     except DamageError as error:
@@ -122,9 +123,9 @@ def _file_damage(store: Store, name: str) -> DamageError | None:
 def _strays(store: Store) -> Iterator[str]:
     known = {MANIFEST_NAME} | {file.name for file in store.manifest.files}
     known |= {
-        str(bucket.shard_path(shard).relative_to(store.path))
-        for bucket in store.buckets.values()
-        for shard in range(bucket.shard_count)
+        str(store.buckets[summary.ceiling].shard_path(shard).relative_to(store.path))
+        for summary in store.manifest.buckets  # not from the ids, which may be what is damaged
+        for shard in range(-(-summary.samples // summary.rows))
     }
     for path in sorted(p for p in store.path.rglob("*") if p.is_file()):
         name = str(path.relative_to(store.path))

@@ -121,6 +121,7 @@ def make_plan(config: ExtractConfig) -> Plan:
     check_layer_ids(layer_ids, layers)
     tokenizer = load_tokenizer(config.target)
     identity = identify(config.target, tokenizer, config.dtype)
+    max_length = _max_length(config, identity)
     arguments = template_arguments(config.chat_template_kwargs)
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
@@ -131,17 +132,27 @@ def make_plan(config: ExtractConfig) -> Plan:
         tokenizer_size=identity.tokenizer_size,
         arguments=arguments,
     )
-    samples, report, lines_per_file = _tokenize_all(config, template)
+    samples, report, lines_per_file = _tokenize_all(config, template, max_length)
     buckets = fill_buckets(samples, config.ceilings)
     data = tuple(
         DataFile(name=path.name, lines=lines_per_file.get(path, 0), digest=digest) for path, digest in digests.items()
     )
     return Plan(
-        manifest=_manifest(config, layer_ids, identity, report, data, buckets),
+        manifest=_manifest(config, layer_ids, max_length, identity, report, data, buckets),
         buckets=tuple(buckets),
         batches=tuple(plan_batches(buckets, config.token_budget)),
         chat_template=config.chat_template,
     )
+
+
+def _max_length(config: ExtractConfig, identity: TargetIdentity) -> int:
+    """Tokens after which samples are cut: never beyond what the target knows positions for, where no server goes."""
+    limit = identity.max_position_embeddings
+    if config.max_length is not None and config.max_length > limit:
+        raise UsageError(
+            f"--max-length {config.max_length}", needed=f"at most the target's {limit} positions", do="lower it"
+        )
+    return config.max_length or min(config.ceilings[-1], limit)
 
 
 def _digest_data(paths: Sequence[Path]) -> dict[Path, str]:
@@ -149,7 +160,8 @@ def _digest_data(paths: Sequence[Path]) -> dict[Path, str]:
     digests: dict[Path, str] = {}
     for path in paths:
         if not path.is_file():
-            raise UsageError(f"{path}: No such file", needed="a readable .jsonl or .jsonl.gz file", do="check --data")
+            found = "No such file" if not path.exists() else "Is a directory" if path.is_dir() else "Not a regular file"
+            raise UsageError(f"{path}: {found}", needed="a readable .jsonl or .jsonl.gz file", do="check --data")
         digest = digest_file(path)
         twin = next((other for other, known in digests.items() if known == digest), None)
         if twin is not None:
@@ -161,10 +173,9 @@ def _digest_data(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _tokenize_all(
-    config: ExtractConfig, template: Template
+    config: ExtractConfig, template: Template, max_length: int
 ) -> tuple[list[tuple[int, Tokens]], DataReport, dict[Path, int]]:
     """Tokens of every kept sample with its line's number, what became of all samples, and lines read per file."""
-    max_length = config.max_length or config.ceilings[-1]
     kept: list[tuple[int, Tokens]] = []
     dropped, notes = Counter[str](), Counter[str]()
     lines_per_file: Counter[Path] = Counter()
@@ -221,6 +232,7 @@ def _drop_reason(tokens: Tokens, min_supervised: int) -> str | None:
 def _manifest(
     config: ExtractConfig,
     layer_ids: tuple[int, ...],
+    max_length: int,
     identity: TargetIdentity,
     report: DataReport,
     data: tuple[DataFile, ...],
@@ -234,7 +246,7 @@ def _manifest(
             layer_ids=layer_ids,
             ceilings=config.ceilings,
             token_budget=config.token_budget,
-            max_length=config.max_length or config.ceilings[-1],
+            max_length=max_length,
             min_supervised=config.min_supervised,
             limit=config.limit,
             codec=config.codec,

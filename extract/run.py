@@ -6,6 +6,7 @@ torchrun rank 0 does all that; the other ranks load the target meanwhile, then r
 
 import dataclasses
 import errno
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from draftcache.common.errors import StoreError, TargetError, UsageError
+from draftcache.common.errors import DamageError, StoreError, TargetError, UsageError, first_line
 from draftcache.common.journal import Journal, journal_files, merge_journals
 from draftcache.common.manifest import MANIFEST_NAME, check_same, read_manifest, write_manifest
 from draftcache.common.store import Store, clear_store, committed_files, create_store, is_store, lock_store
@@ -26,6 +27,7 @@ from draftcache.extract.forward import Forward, batch_inputs
 from draftcache.extract.plan import ExtractConfig, Plan, make_plan
 from draftcache.extract.proof import prove_batch
 from draftcache.extract.ranks import Ranks, joined_ranks, world_size
+from draftcache.extract.repair import repair_files
 from draftcache.extract.speed import ForwardClock, Speed
 from draftcache.extract.writer import Writer
 
@@ -50,11 +52,7 @@ def extract(config: ExtractConfig) -> Store:
         try:
             store = _lead(config, ranks, device) if ranks.rank == 0 else _follow(config, ranks, device)
         except OSError as error:
-            if error.errno not in _NO_SPACE:
-                raise
-            raise StoreError(
-                f"{config.store}: {error.strerror}", needed="more free space", do="make room, then extract --resume"
-            ) from None
+            raise _disk_error(config.store, error) from None
     store.read_journal()
     _check_void(store.void_samples, store.manifest.report.kept, config.max_void)
     return store
@@ -110,10 +108,17 @@ def _lead(config: ExtractConfig, ranks: Ranks, device: torch.device) -> Store:
     """Rank 0: everything but the other ranks' share of the batches."""
     _check_folder(config)
     plan = make_plan(config)
+
+    def load() -> Target:
+        return load_target(config.target, device, plan.manifest.target.dtype, config.device_map)
+
     with lock_store(config.store):
         found = _existing(config, plan)
+        repaired = 0 if found is None else repair_files(found, plan, config.target, load)
         todo = list(range(len(plan.batches))) if found is None else _unfinished(found, plan)
         if found is not None:
+            if repaired:
+                print(f"{repaired} damaged files made again", file=sys.stderr)
             print(f"{len(plan.batches) - len(todo)} of {len(plan.batches)} shards already done", file=sys.stderr)
             if not todo:
                 ranks.from_first([])
@@ -121,7 +126,7 @@ def _lead(config: ExtractConfig, ranks: Ranks, device: torch.device) -> Store:
         batches = [plan.batches[i] for i in todo]
         if not config.force:
             check_space(estimate(plan, config.target), config.store, batches)
-        target = load_target(config.target, device, plan.manifest.target.dtype, config.device_map)
+        target = load()
         with _forward(plan, target, device) as forward:
             _prove_first(plan, batches[0], target, forward, device)
             store = found or _begin_store(config, plan, target)
@@ -148,6 +153,17 @@ def _follow(config: ExtractConfig, ranks: Ranks, device: torch.device) -> Store:
     return store
 
 
+def _disk_error(store: Path, error: OSError) -> StoreError:
+    reason = error.strerror or first_line(error)
+    if error.errno in _NO_SPACE:
+        return StoreError(f"{store}: {reason}", needed="more free space", do="make room, then extract --resume")
+    return StoreError(
+        f"{error.filename or store}: {reason}",
+        needed="a disk and a folder that can be read and written",
+        do="check path, rights and disk, then extract --resume",
+    )
+
+
 def _check_folder(config: ExtractConfig) -> None:
     if is_store(config.store) and not (config.overwrite or config.resume):
         raise StoreError(
@@ -163,12 +179,20 @@ def _holds_something(path: Path) -> bool:
 
 def _existing(config: ExtractConfig, plan: Plan) -> Store | None:
     """The store to go on with, cleared of what a killed run left unfinished; None if there is nothing to keep."""
-    if not config.resume or not (config.store / MANIFEST_NAME).exists():
+    if not config.resume:
+        return None
+    if not (config.store / MANIFEST_NAME).exists():
+        if journal_files(config.store):
+            raise DamageError(
+                f"{config.store} has a journal, but no {MANIFEST_NAME}",
+                needed="the manifest that its shards belong to",
+                do="restore it, or pass --overwrite to write everything again",
+            )
         return None
     manifest = read_manifest(config.store)
     check_same(manifest, plan.manifest, str(config.store))
     for path in leftovers(config.store):
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return Store(config.store, manifest)
 
 

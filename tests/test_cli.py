@@ -31,6 +31,11 @@ def train(capsys: Capture, store: Path, out: Path, *extra: object) -> Outcome:
     return run(capsys, "train", "--store", store, "--out", out, *small, *extra)
 
 
+def _calling(arguments: str) -> dict[str, object]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 GOOD_LINE = json.dumps({"messages": messages("hi", "hello there")})
 BAD_DATA = {
     "broken JSON": (GOOD_LINE + '\n{"messages": [', "data.jsonl:2"),
@@ -39,6 +44,15 @@ BAD_DATA = {
     "no lines": ("", "no sample is left"),
     "nothing supervised": (json.dumps({"messages": messages("only a question")}), "no_supervised_tokens"),
     "ids outside the embedding": ('{"input_ids": [1, 320, 3], "loss_mask": [0, 1, 1]}', "0..319"),
+    "a tool that is no schema": (
+        '{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": "f"}]}',
+        "'f'",
+    ),
+    "arguments nested too deeply": (
+        json.dumps({"messages": [*messages("hi"), _calling("[" * 100_000)]}),
+        "arguments in JSON",
+    ),
+    "tools nested too deeply": (json.dumps({"messages": messages("hi"), "tools": "[" * 100_000}), "JSON schemas"),
     "mask of another length": ('{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}', "data.jsonl:1"),
 }
 
@@ -71,6 +85,30 @@ def test_target_folder_that_is_none_is_refused(capsys: Capture, tmp_path: Path) 
     refused(extract(capsys, tmp_path / "none", tmp_path / "d", tmp_path / "store"), "config.json")
 
 
+BAD_TARGETS: dict[str, tuple[str, bytes]] = {
+    "weights cut": ("model.safetensors", b"\x90\x00\x00"),
+    "weights of noise": ("model.safetensors", b"\xff" * 5000),
+    "configuration nested too deeply": ("config.json", b"[" * 100_000),
+    "configuration of another kind": ("config.json", b'{"model_type": "qwen3", "hidden_size": "wide"}'),
+    "no width": ("config.json", b'{"model_type": "qwen3", "hidden_size": 0}'),
+    "tokenizer nested too deeply": ("tokenizer.json", b"[" * 100_000),
+    "generation settings cut": ("generation_config.json", b'{"eos_'),
+    "generation settings of another kind": ("generation_config.json", b"[]"),
+    "special tokens by name": ("generation_config.json", b'{"eos_token_id": "<|im_end|>"}'),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TARGETS)
+def test_damaged_targets_are_refused(capsys: Capture, tmp_path: Path, target_folder: Path, kind: str) -> None:
+    name, content = BAD_TARGETS[kind]
+    target = tmp_path / "target"
+    shutil.copytree(target_folder, target)
+    (target / name).write_bytes(content)
+    data = tiny_data(tmp_path / "data.jsonl", count=2)
+    refused(extract(capsys, target, data, tmp_path / "store", "--buckets", 192), str(target))
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize("layers", ["8", "-1", "3,3"])
 def test_layer_ids_that_are_no_layers_are_refused(
     capsys: Capture, tmp_path: Path, target_folder: Path, layers: str
@@ -86,7 +124,16 @@ def test_words_where_numbers_belong_are_a_usage_error(capsys: Capture, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "flags", [("--buckets", "128,64"), ("--max-length", 9000), ("--min-supervised", 1), ("--token-budget", 0)]
+    "flags",
+    [
+        ("--buckets", "128,64"),
+        ("--buckets", "64,99999999999999"),
+        ("--chat-template-kwargs", '{"add_generation_prompt": false}'),
+        ("--chat-template-kwargs", "[" * 100_000),
+        ("--max-length", 9000),
+        ("--min-supervised", 1),
+        ("--token-budget", 0),
+    ],
 )
 def test_extract_settings_that_cannot_work_are_refused(
     capsys: Capture, tmp_path: Path, target_folder: Path, flags: tuple[object, ...]

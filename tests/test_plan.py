@@ -11,7 +11,7 @@ import pytest
 
 from draftcache.common.errors import DataError, DraftcacheError, TargetError, UsageError
 from draftcache.common.store import Store
-from draftcache.extract.plan import ExtractConfig
+from draftcache.extract.plan import ExtractConfig, make_plan
 from draftcache.extract.run import extract
 from draftcache.tests.stores import (
     LAYERS,
@@ -72,6 +72,18 @@ def test_truncation_cuts_on_the_right(tmp_path: Path, target_folder: Path) -> No
     (bucket,) = store.buckets.values()
     assert bucket.samples.input_ids.tolist() == list(range(190))  # the largest ceiling
     assert bucket.samples.loss_mask.tolist() == [0] * 5 + [1] * 185
+
+
+def test_samples_end_where_the_targets_positions_end(tmp_path: Path, target_folder: Path) -> None:
+    target, data = tmp_path / "target", write_jsonl(tmp_path / "data.jsonl", [ids_line(100, range(5, 100))])
+    shutil.copytree(target_folder, target)
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 70}))
+    config = tiny_config(tmp_path / "store", target=target, data=[data])
+    plan = make_plan(config)
+    assert (plan.manifest.settings.max_length, plan.manifest.report.truncated) == (70, 1)
+    with pytest.raises(UsageError, match="--max-length 71; needed: at most the target's 70 positions"):
+        make_plan(dataclasses.replace(config, max_length=71))
 
 
 def test_min_supervised_drops_shorter_answers(tmp_path: Path, target_folder: Path) -> None:

@@ -272,7 +272,7 @@ def _read_state(checkpoint: Path) -> tuple[Progress, dict[str, int]]:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _not_ours(path, error) from None
 
 

@@ -145,7 +145,7 @@ def read_rows(path: Path) -> list[Row]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         for row in rows:
             _taken(row)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: {type(error).__name__} {first_line(error)}",
             needed="one row of this run a line",

@@ -62,7 +62,7 @@ def _origin(folder: Path, target: TargetIdentity) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
         trained_for = configs.from_dict(TargetIdentity, values["target"], str(path))
         known = {name: values["run"][name] for name in ("store_identity", "validation_share")}
-    except (OSError, ValueError, LookupError, TypeError, UsageError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, UsageError) as error:
         raise CheckpointError(f"{path}: {first_line(error)}", needed="what `export` wrote", do="export again") from None
     _check_target(trained_for, target)
     return known

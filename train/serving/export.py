@@ -111,7 +111,6 @@ def _write(
     build = zlab_config if config.layout == "zlab" else speculators_config
     write_json(folder / CONFIG_NAME, build(run.drafter, run.target))
     save_tensors(folder / WEIGHTS_NAME, weights, {"format": "pt"})
-    (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # safetensors keeps it from other users
     target, whole = configs.to_dict(run.target), configs.to_dict(run)
     origin = {"draftcache": VERSION, "format": config.layout, "checkpoint": checkpoint.name}
     origin["weights_sha256"] = digest_file(folder / WEIGHTS_NAME)
@@ -187,7 +186,7 @@ def _read_measured(config: ExportConfig) -> list[dict[str, Any]]:
         figures = ("name", "prompts", "accepted_length")
         kept = ours or (drafters if len(drafters) == 1 else set())
         found = [{name: report[name] for name in figures} for report in reports if report["drafter"] in kept]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise UsageError(
             f"{path}: {type(error).__name__} {error}", needed="what `evaluate --json FILE` wrote", do="check --measured"
         ) from None

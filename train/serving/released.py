@@ -182,7 +182,7 @@ def read_released_config(folder: Path) -> DrafterConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         config = _parse(values)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, UsageError) as error:
         detail = f"no key {error}" if isinstance(error, LookupError) else first_line(error)
         raise CheckpointError(
             f"{path}: {detail}", needed="the configuration of a DFlash drafter", do="check the folder"
