@@ -194,6 +194,7 @@ def stats(store: Path, samples: int | None, as_json: bool, show: int | None) -> 
 def verify(store: Path) -> None:
     """Read every byte of STORE and check it. Exits 1 on damage, naming files and samples."""
     from draftcache.common.errors import DamageError
+    from draftcache.common.show import show_verified
     from draftcache.common.verify import verify_store
 
     try:
@@ -201,15 +202,9 @@ def verify(store: Path) -> None:
     except DamageError as error:
         click.echo(f"damaged: {error.found}", err=True)
         sys.exit(DAMAGE)
-    for stray in report.strays:
-        click.echo(f"not part of the store: {stray}")
-    for damage in report.damage:
-        click.echo(f"damaged: {damage}", err=True)
+    show_verified(report)
     if report.damage:
         sys.exit(DAMAGE)
-    click.echo(f"{report.shards} shards ({report.bytes_read} bytes) and {report.files} files are as they were written")
-    if report.void:
-        click.echo(f"{report.samples} samples to train on; {report.void} void: states not finite or all zero")
 
 
 @cli.command()

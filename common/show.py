@@ -11,6 +11,7 @@ from tabulate import tabulate
 from draftcache.common.samples import read_samples
 from draftcache.common.stats import LOW_AGREEMENT, BucketStats, PlaneStats, StoreStats
 from draftcache.common.store import Store
+from draftcache.common.verify import VerifyReport
 
 
 def show_table(cls: type[Any], rows: Sequence[Any], leave_out: Sequence[str] = ()) -> None:
@@ -47,3 +48,16 @@ def show_samples(store: Store, count: int) -> None:
             marked = click.style(text, fg="green", bold=True) if colours else f"[[{text}]]"
             click.echo(marked if supervised else text, nl=False)
         click.echo("\n")
+
+
+def show_verified(report: VerifyReport) -> None:
+    """What `verify` prints: damage on stderr, all else on stdout."""
+    for stray in report.strays:
+        click.echo(f"not part of the store: {stray}")
+    for damage in report.damage:
+        click.echo(f"damaged: {damage}", err=True)
+    if report.damage:
+        return
+    click.echo(f"{report.shards} shards ({report.bytes_read} bytes) and {report.files} files are as they were written")
+    if report.void:
+        click.echo(f"{report.samples} samples to train on; {report.void} void: states not finite or all zero")
