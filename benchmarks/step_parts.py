@@ -21,6 +21,7 @@ from draftcache.benchmarks.rows import append_row
 from draftcache.benchmarks.step_cases import DEVICE, Built, Geometry, random_batch
 from draftcache.benchmarks.step_floor import attention_seconds, products, seconds, sustained_seconds, total_seconds
 from draftcache.train.batch import FlatBatch
+from draftcache.train.estimate import UPDATE_BYTES
 from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
 from draftcache.train.model.attention import FlexAttention
 from draftcache.train.model.chunked_loss import chunked_loss
@@ -30,9 +31,6 @@ from draftcache.train.model.heads import key_value, query_key_value, rotary_tabl
 from draftcache.train.model.linear import Matrix, Norm, gated_linear, linear, norm_linear, normed
 from draftcache.train.model.loss import LossConfig, LossInputs
 from draftcache.train.model.weights import ComputeWeights
-
-UPDATE_BYTES = 34
-"""Per weight: gradient, two moments and master read and written (the gradient as zero), and the bfloat16 copy."""
 
 
 def run_parts(name: str, g: Geometry, teacher: str, built: Built) -> None:

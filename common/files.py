@@ -19,6 +19,12 @@ def check_writable(path: Path, flag: str) -> None:
         raise UsageError(f"{flag} {path}", needed="a file in a folder that can be written", do=f"correct {flag}")
 
 
+def sync_file(path: Path) -> None:
+    """Flush a file's bytes."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
     """Flush a directory's entries, so that a rename in it survives a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -34,11 +40,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     try:
         yield partial
-        fd = os.open(partial, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        sync_file(partial)
         partial.replace(path)
         sync_directory(path.parent)
     finally:

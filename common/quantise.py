@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from draftcache.common.fused import fused
+from draftcache.common.record import SCALE_GROUP
 
-GROUP = 32
+GROUP = SCALE_GROUP
 SCALE_BIAS = 127
 NON_FINITE = 255
 _E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -11,7 +11,6 @@ one of the most steps counts. Its state.json keeps a crc32c of itself, of the fi
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, UsageError, first_line
-from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json
+from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, sync_file, write_json
 from draftcache.common.manifest import TargetIdentity
 from draftcache.common.tensors import save_tensors
 from draftcache.train.model.drafter import Drafter, DrafterConfig
@@ -147,8 +146,7 @@ def _write_files(partial: Path, progress: Progress, files: Mapping[str, dict[str
     digests = {RUN_NAME: _crc32c_of(folder / RUN_NAME)} if holds_run(folder) else {}
     for name, tensors in files.items():
         save_tensors(partial / name, tensors)
-        with (partial / name).open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(partial / name)
         digests[name] = _crc32c_of(partial / name)
     plain = configs.to_dict(progress)
     write_json(partial / _STATE, plain | {_DIGESTS: digests | {_STATE: _crc32c_of_state(plain, digests)}})

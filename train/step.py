@@ -137,11 +137,6 @@ class EagerStep:
         self._log_index.copy_((self._log_index + 1) % self._config.log_rows)
         self._sums.zero_()
 
-    def refresh_weights(self) -> None:
-        """Follow the masters; needed after weights were loaded into them."""
-        self._weights.refresh()
-        self._backbone.refresh_float8()
-
     def clear_gradients(self) -> None:
         """Forget what the window has summed so far."""
         self._optimizer.gradients.zero_()

@@ -12,7 +12,7 @@ from torch import Tensor
 E4M3_MAX = 448.0
 WIDTH_MULTIPLE = 16
 """Both widths of a product in 8 bits must be multiples of it."""
-_SMALLEST = torch.finfo(torch.float32).tiny
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Float8Weight:
@@ -75,7 +75,7 @@ def quantise_rows(
 
 def plain_quantise_rows(x: Tensor, coded: Tensor, scales: Tensor) -> None:
     """The plain twin of `quantise_rows`."""
-    scales.copy_((x.float().abs().amax(1, keepdim=True) / E4M3_MAX).clamp_min(_SMALLEST))
+    scales.copy_((x.float().abs().amax(1, keepdim=True) / E4M3_MAX).clamp_min(SMALLEST_SCALE))
     coded.copy_((x.float() / scales).clamp(-E4M3_MAX, E4M3_MAX))
 
 

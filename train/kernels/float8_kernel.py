@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftcache.train.kernels.float8 import E4M3_MAX, SMALLEST_SCALE
+
 _BLOCK = 4096
-_E4M3_MAX = tl.constexpr(448.0)
-_SMALLEST = tl.constexpr(1.1754943508222875e-38)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
 def quantise_rows(x: Tensor, coded: Tensor, scales: Tensor) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from draftcache.common.fused import MAX_COMPILATIONS
 from draftcache.train.model.anchors import Blocks
 
 TILE = 128
 """Rows and columns of a flex_attention mask tile. On CUDA, T and Q must be multiples of it and B must divide it."""
 _GROUP_BLOCKS = 16
-_MAX_COMPILATIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,6 @@ def _compiled_flex() -> Any:
     """
     global _compiled
     if _compiled is None:
-        torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
+        torch._dynamo.config.recompile_limit = MAX_COMPILATIONS
         _compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return _compiled

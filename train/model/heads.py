@@ -70,7 +70,9 @@ class _Heads(torch.autograd.Function):
         ctx.save_for_backward(joint, rotary.cos, rotary.sin)
         ctx.parts = parts
         return tuple(
-            x.clone() if part.norm is None else norm_rotate(x, part.norm.scale.value, part.norm.eps, *_tables(rotary))
+            x.clone()
+            if part.norm is None
+            else norm_rotate(x, part.norm.scale.value, part.norm.eps, rotary.cos, rotary.sin)
             for part, x in zip(parts, _split(joint, parts), strict=True)
         )
 
@@ -86,10 +88,6 @@ class _Heads(torch.autograd.Function):
                 norm = part.norm
                 norm.scale.gradient.add_(norm_rotate_backward(gradient, x, norm.scale.value, norm.eps, cos, sin, dx))
         return d_joint, None, None, None
-
-
-def _tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    return rotary.cos, rotary.sin
 
 
 def _split(joint: Tensor, parts: tuple[_Part, ...]) -> list[Tensor]:

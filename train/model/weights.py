@@ -25,15 +25,15 @@ class ComputeWeights:
     """Copies of all parameters in the compute dtype. Their addresses never change."""
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
+        """Copies the masters as they are: weights are loaded before."""
         self._optimizer = optimizer
-        self.values = torch.empty_like(optimizer.gradients, dtype=dtype)
+        self.values = optimizer.masters.to(dtype, copy=True)
         """Flat, in the order of the optimizer's buffers; its update keeps them equal to the masters."""
         self._begin: dict[Tensor, int] = {}
         offset = 0
         for parameter in optimizer.parameters:
             self._begin[parameter] = offset
             offset += parameter.numel()
-        self.refresh()
 
     def weight(self, *parameters: Tensor) -> Weight:
         """Neighbouring parameters as one."""
@@ -45,8 +45,3 @@ class ComputeWeights:
         return Weight(
             self.values[begin:end].view(shape), self._optimizer.gradients[begin:end].view(shape), parameters[0]
         )
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the masters anew: needed when something other than the optimizer has written them."""
-        self.values.copy_(self._optimizer.masters)

@@ -10,7 +10,6 @@ The same run gives the same bytes every time: nothing in the folder depends on t
 
 import dataclasses
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from draftcache.common import config as configs
 from draftcache.common.errors import CheckpointError, MismatchError, UsageError
-from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, write_json, write_text
+from draftcache.common.files import PARTIAL_SUFFIX, sync_directory, sync_file, write_json, write_text
 from draftcache.common.manifest import Manifest, digest_file, read_manifest
 from draftcache.common.tensors import save_tensors
 from draftcache.common.version import VERSION
@@ -117,9 +116,7 @@ def _write(
     write_json(folder / ORIGIN_NAME, origin | {"target": target, "run": whole})
     trained = _training_figures(checkpoint)
     write_text(folder / CARD_NAME, model_card(run, config.layout, checkpoint.name, manifest, measured, trained))
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    sync_file(folder / WEIGHTS_NAME)  # the others were written atomically
     sync_directory(folder)
 
 
