@@ -1,12 +1,11 @@
-"""The drafter's attention by flex_attention and by our own kernels (prefix_attention.py), forward and backward.
+"""The drafter's attention by flex_attention and by our own kernels (train/kernels/prefix_attention.py), both ways.
 
 The physics: a slot sees the prefix of its document within the window, and its block. Both multiply whole tiles; what
 counts is how many keys they visit that nobody sees, and how near to the rate of a large product they run.
 
     python -m draftcache.benchmarks.bench_attention [full] [qwen3-8b] [qwen3-0.6b]
 
-One layer at the geometries of step_cases, random values, medians; needs a CUDA device. Ours is used in training once it
-is faster here, forward and backward.
+One layer at the geometries of step_cases, random values, medians; needs a CUDA device.
 """
 
 import argparse
@@ -16,13 +15,13 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from draftcache.benchmarks.prefix_attention import prefix_attention, ranges
+from draftcache.benchmarks.flex_attention import FlexAttention
 from draftcache.benchmarks.rows import append_row
 from draftcache.benchmarks.step_cases import DEVICE, GEOMETRIES, Geometry, random_batch
 from draftcache.benchmarks.step_floor import attention_seconds, seconds
 from draftcache.common.record import record_spec
 from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
-from draftcache.train.model.attention import FlexAttention
+from draftcache.train.model.attention import PrefixAttention
 
 
 def run_case(name: str, g: Geometry) -> None:
@@ -36,26 +35,21 @@ def run_case(name: str, g: Geometry) -> None:
     key, value = (_random(g.slots, g.kv_heads, g.head_dim) for _ in range(2))
     inputs = [query, context_key, context_value, key, value]
     gradient = torch.randn_like(query)
-    flex = FlexAttention(blocks, g.tokens, {rule})
-    seen = ranges(anchors, keep, blocks.first, g.tokens, g.block_size, rule.window or 0, rule.causal)
+    flex, prefix = (kind(blocks, g.tokens, {rule}) for kind in (FlexAttention, PrefixAttention))
 
     def by_flex() -> Tensor:
-        keys, values = (
-            torch.cat([context.transpose(0, 1), own.transpose(0, 1)], dim=1).transpose(0, 1)
-            for context, own in ((context_key, key), (context_value, value))
-        )
-        return flex(query, keys, values, rule)
+        return flex(query, context_key, context_value, key, value, rule)
 
-    def by_ours() -> Tensor:
-        return prefix_attention(query, context_key, context_value, key, value, seen)
+    def by_prefix() -> Tensor:
+        return prefix(query, context_key, context_value, key, value, rule)
 
-    found, wanted = (torch.autograd.grad(f(), inputs, gradient) for f in (by_ours, by_flex))
-    torch.testing.assert_close(by_ours(), by_flex(), rtol=2e-2, atol=2e-2)
+    found, wanted = (torch.autograd.grad(f(), inputs, gradient) for f in (by_prefix, by_flex))
+    torch.testing.assert_close(by_prefix(), by_flex(), rtol=2e-2, atol=2e-2)
     for a, b in zip(found, wanted, strict=True):
         assert ((a - b).float().norm() / b.float().norm()).item() < 2e-2, "gradients differ"
     floor = attention_seconds(g) / g.layers
     rows = []
-    for engine, work in (("flex", by_flex), ("prefix", by_ours)):
+    for engine, work in (("flex", by_flex), ("prefix", by_prefix)):
         forward, both = seconds(work), seconds(_with_backward(work, inputs, gradient))
         rows.append([engine, 1000 * forward, 1000 * both, floor / both])
         metrics = {"forward_s": forward, "both_s": both, "floor_share": floor / both}

@@ -1,9 +1,9 @@
 """Where a step's time goes: each part alone on the same shapes, beside the least that it could take.
 
-    mask        anchors, blocks and both forms of the block mask
+    ranges      anchors, blocks and the ranges that attention walks
     context     taps through fc, norm and every layer's key and value, forward and backward
     linears     every layer's products over block slots with norms, gate and residuals, forward and backward
-    attention   heads, rotation and flex_attention of every layer, forward and backward
+    attention   heads, rotation and attention of every layer, forward and backward
     loss        head, teacher and gradient in chunks
     update      norm, clipping, AdamW, copies in the compute dtype
 
@@ -23,7 +23,7 @@ from draftcache.benchmarks.step_floor import attention_seconds, products, second
 from draftcache.train.batch import FlatBatch
 from draftcache.train.estimate import UPDATE_BYTES
 from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
-from draftcache.train.model.attention import FlexAttention
+from draftcache.train.model.attention import PrefixAttention
 from draftcache.train.model.chunked_loss import chunked_loss
 from draftcache.train.model.drafter import Drafter
 from draftcache.train.model.head import Head
@@ -39,7 +39,7 @@ def run_parts(name: str, g: Geometry, teacher: str, built: Built) -> None:
     weights = ComputeWeights(built.optimizer, torch.bfloat16)
     floors = _floors(g, teacher, built)
     times = {
-        "mask": seconds(lambda: _mask(g, batch)),
+        "ranges": seconds(lambda: _ranges(g, batch)),
         "context": seconds(_context(g, built.drafter, weights), inner=1),
         "linears": seconds(_linears(g, built.drafter, weights), inner=1),
         "attention": seconds(_attention(g, batch, built.drafter, weights), inner=1),
@@ -75,10 +75,10 @@ def _floors(g: Geometry, teacher: str, built: Built) -> dict[str, float]:
     }
 
 
-def _mask(g: Geometry, batch: FlatBatch) -> FlexAttention:
+def _ranges(g: Geometry, batch: FlatBatch) -> PrefixAttention:
     anchors, keep = draw_anchors(batch, 0, g.anchors)
     blocks = lay_out_blocks(batch, anchors, keep, g.block_size, g.vocabulary - 1)
-    return FlexAttention(blocks, g.tokens, g.drafter.rules)
+    return PrefixAttention(blocks, g.tokens, g.drafter.rules)
 
 
 def _context(g: Geometry, drafter: Drafter, weights: ComputeWeights) -> Callable[[], None]:
@@ -121,7 +121,7 @@ def _linears(g: Geometry, drafter: Drafter, weights: ComputeWeights) -> Callable
 
 
 def _attention(g: Geometry, batch: FlatBatch, drafter: Drafter, weights: ComputeWeights) -> Callable[[], None]:
-    attend = _mask(g, batch)
+    attend = _ranges(g, batch)
     config = drafter.config
     rule = config.rule(g.layer_type)
     context = _random(g.tokens, 2 * g.kv_heads * g.head_dim).requires_grad_()
@@ -136,11 +136,7 @@ def _attention(g: Geometry, batch: FlatBatch, drafter: Drafter, weights: Compute
             key_norm = Norm(weights.weight(layer.self_attn.k_norm.weight), 1e-6)
             query, key, value = query_key_value(joint, query_norm, key_norm, rotary, config)
             keys, values = key_value(context, key_norm, context_rotary, config)
-            stacked = [
-                torch.cat([a.transpose(0, 1), b.transpose(0, 1)], dim=1).transpose(0, 1)
-                for a, b in ((keys, key), (values, value))
-            ]
-            attend(query, stacked[0], stacked[1], rule).backward(torch.ones_like(query))
+            attend(query, keys, values, key, value, rule).backward(torch.ones_like(query))
         context.grad = joint.grad = None
 
     return run

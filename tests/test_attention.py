@@ -1,8 +1,6 @@
-"""Which keys a slot sees: golden sets of specification 1.8, a brute-force twin, and the three ways to attend."""
+"""Which keys a slot sees: golden sets of specification 1.8, a brute-force twin, and the ways to attend everywhere."""
 
-import functools
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,17 +8,13 @@ from torch import Tensor
 
 from draftcache.tests.helpers import MASK_TOKEN, Document, blocks_at, flat_batch, supervised
 from draftcache.train.batch import FlatBatch
-from draftcache.train.model import attention
 from draftcache.train.model.anchors import Blocks, draw_anchors, lay_out_blocks
 from draftcache.train.model.attention import (
-    TILE,
     Attention,
     DenseAttention,
-    FlexAttention,
     GroupedAttention,
     Visibility,
     dense_mask,
-    flex_mask,
 )
 
 FULL_RULE = Visibility(None, causal=False)
@@ -59,30 +53,6 @@ def brute_force_mask(batch: FlatBatch, blocks: Blocks, rule: Visibility) -> Tens
                 if i <= j or not rule.causal:
                     mask[b * size + j, batch.tokens + b * size + i] = True
     return mask
-
-
-def from_tiles(batch: FlatBatch, blocks: Blocks, rule: Visibility) -> tuple[Tensor, int]:
-    """What a kernel computes from `flex_mask`: [Q, T + Q] bool, and the number of tiles it never masks."""
-    mask = flex_mask(blocks, batch.tokens, rule)
-    queries = blocks.positions.numel()
-    dense = torch.zeros(queries, batch.tokens + queries, dtype=torch.bool)
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
-    whole = 0
-    zero = torch.zeros((), dtype=torch.int64)
-    for row in range(queries // TILE):
-        here = slice(row * TILE, (row + 1) * TILE)
-        q = torch.arange(row * TILE, (row + 1) * TILE)[:, None]
-        partial = mask.kv_indices[0, 0, row, : int(mask.kv_num_blocks[0, 0, row])].tolist()
-        full = mask.full_kv_indices[0, 0, row, : int(mask.full_kv_num_blocks[0, 0, row])].tolist()
-        assert len(set(partial + full)) == len(partial) + len(full)
-        for column in partial:
-            k = torch.arange(column * TILE, (column + 1) * TILE)
-            dense[here, column * TILE : (column + 1) * TILE] = mask.mask_mod(zero, zero, q, k)
-        for column in full:
-            dense[here, column * TILE : (column + 1) * TILE] = True
-        whole += len(full)
-    return dense, whole
 
 
 def context_keys_seen(mask: Tensor, tokens: int) -> list[list[int]]:
@@ -156,18 +126,15 @@ def test_every_query_sees_a_key(seed: int, rule: Visibility) -> None:
 
 
 def attend(attention: Attention, rule: Visibility, batch: FlatBatch, blocks: Blocks) -> list[Tensor]:
-    """Output, and gradients of query, key and value under a random upstream gradient."""
+    """Output, and gradients of query, keys and values under a random upstream gradient."""
     generator = torch.Generator().manual_seed(3)
-    queries = blocks.positions.numel()
-    query = torch.randn(queries, 4, 16, generator=generator, requires_grad=True)
-    key = torch.randn(batch.tokens + queries, 2, 16, generator=generator, requires_grad=True)
-    value = torch.randn(batch.tokens + queries, 2, 16, generator=generator, requires_grad=True)
-    out = attention(query, key, value, rule)
-    (out * torch.randn(out.shape, generator=generator)).sum().backward()
-    assert query.grad is not None
-    assert key.grad is not None
-    assert value.grad is not None
-    return [out.detach(), query.grad, key.grad, value.grad]
+    queries, tokens = blocks.positions.numel(), batch.tokens
+    shapes = [(queries, 4), (tokens, 2), (tokens, 2), (queries, 2), (queries, 2)]
+    inputs = [torch.randn(*shape, 16, generator=generator, requires_grad=True) for shape in shapes]
+    query, context_key, context_value, key, value = inputs
+    out = attention(query, context_key, context_value, key, value, rule)
+    gradients = torch.autograd.grad(out, inputs, torch.randn(out.shape, generator=generator))
+    return [out.detach(), *gradients]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -197,98 +164,13 @@ def test_dense_attention_is_softmax_over_the_visible_keys() -> None:
     queries = blocks.positions.numel()
     query = torch.randn(queries, 4, 16, generator=generator)
     key, value = torch.randn(2, batch.tokens + queries, 2, 16, generator=generator)
-    out = DenseAttention(blocks, batch.tokens, {rule})(query, key, value, rule)
+    context_key, own_key, context_value, own_value = (
+        part for x in (key, value) for part in x.split([batch.tokens, queries])
+    )
+    attend = DenseAttention(blocks, batch.tokens, {rule})
+    out = attend(query, context_key, context_value, own_key, own_value, rule)
     for q, row in enumerate(brute_force_mask(batch, blocks, rule)):
         seen = row.nonzero().flatten()
         for head in range(4):
             scores = key[seen, head // 2] @ query[q, head] * 16**-0.5
             torch.testing.assert_close(out[q, head], scores.softmax(0) @ value[seen, head // 2])
-
-
-@pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_tiles_of_flex_mask_equal_dense_mask(seed: int, rule: Visibility, size: int) -> None:
-    batch, blocks = random_blocks(seed, size, count=256 // size)
-    dense, _ = from_tiles(batch, blocks, rule)
-    assert torch.equal(dense, dense_mask(blocks, batch.tokens, rule))
-
-
-def long_context(anchors: list[int]) -> tuple[FlatBatch, Blocks]:
-    """Three documents over 2,048 tokens, with two tiles of blocks."""
-    batch = flat_batch([supervised(n, prompt=1, sample=i) for i, n in enumerate((300, 1300, 400))])
-    return batch, blocks_at(batch, anchors)
-
-
-@pytest.mark.parametrize(
-    ("rule", "whole"),
-    [
-        (FULL_RULE, 7 + 7),  # the second document begins at 320, so tiles 3..9 lie below every anchor
-        (Visibility(900, causal=True), 6 + 5),  # the last windows begin at 1365 - 899 and 1441 - 899: tiles 4..9, 5..9
-        (Visibility(8, causal=True), 0),
-    ],
-)
-def test_tiles_that_every_slot_sees_whole_are_not_masked(rule: Visibility, whole: int) -> None:
-    batch, blocks = long_context([*range(1300, 1364, 2), *range(1376, 1440, 2)])
-    found, unmasked = from_tiles(batch, blocks, rule)
-    dense = dense_mask(blocks, batch.tokens, rule)
-    assert torch.equal(found, dense)
-    assert unmasked == whole == int(dense.view(2, TILE, -1, TILE).all(3).all(1).sum())
-
-
-@pytest.mark.parametrize("first", [1279, 1280, 1281])
-@pytest.mark.parametrize("window", [None, *range(667, 675)])  # the last block's windows begin around tile 6, at 768
-def test_borders_of_tiles_that_are_not_masked(first: int, window: int | None) -> None:
-    batch, blocks = long_context([*range(first, first + 31), *range(1405, 1437), 1438])
-    rule = Visibility(window, causal=True)
-    found, unmasked = from_tiles(batch, blocks, rule)
-    dense = dense_mask(blocks, batch.tokens, rule)
-    assert torch.equal(found, dense)
-    assert unmasked == int(dense.view(2, TILE, -1, TILE).all(3).all(1).sum()) > 0
-
-
-@pytest.mark.parametrize("rule", [FULL_RULE, Visibility(4, causal=True), Visibility(900, causal=False)])
-def test_only_tiles_with_a_visible_key_are_visited(rule: Visibility) -> None:
-    batch, blocks = long_context([*range(1300, 1364, 2), *range(1700, 1764, 2)])
-    mask = flex_mask(blocks, batch.tokens, rule)
-    assert mask.full_kv_num_blocks is not None
-    visited = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().tolist()
-    tiles = dense_mask(blocks, batch.tokens, rule).view(2, TILE, -1, TILE).any(3).any(1)
-    assert visited == tiles.sum(1).tolist()
-
-
-def test_a_dropped_block_keeps_its_tile_from_being_whole() -> None:
-    anchors = list(range(1300, 1364, 2))
-    batch = flat_batch([supervised(1500, prompt=1)])
-    every, _ = from_tiles(batch, blocks_at(batch, anchors), FULL_RULE)
-    blocks = blocks_at(batch, anchors, keep=[True] * 31 + [False])
-    dropped, whole = from_tiles(batch, blocks, FULL_RULE)
-    assert whole == 0
-    assert torch.equal(dropped[:124], every[:124])
-    assert not dropped[124:, : batch.tokens].any()
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before, nothing kept after."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_no_shape_or_rule_of_full_scale_falls_back_to_unfused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six contexts with two rules, as six buckets and mixed layers have. The fallback warns, so it fails here."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(attention, "_compiled", None)
-    rules = {FULL_RULE, Visibility(8, causal=True)}
-    generator = torch.Generator().manual_seed(0)
-    for tokens in range(128, 7 * 128, 128):
-        batch = flat_batch([supervised(100, prompt=2)], tokens=tokens)
-        blocks = blocks_at(batch, list(range(3, 35)))
-        query = torch.randn(TILE, 2, 16, generator=generator)
-        key, value = torch.randn(2, tokens + TILE, 1, 16, generator=generator)
-        for rule in rules:
-            found = FlexAttention(blocks, tokens, rules)(query, key, value, rule)
-            wanted = DenseAttention(blocks, tokens, rules)(query, key, value, rule)
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

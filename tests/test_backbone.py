@@ -61,11 +61,13 @@ def both(config: DrafterConfig, dtype: torch.dtype, runs: int = 1) -> tuple[dict
     taps = taps_of(batch, SPEC)[:, : len(config.layer_ids) * config.hidden_size].to(dtype)
     attention = GroupedAttention(blocks, batch.tokens, config.rules)
     embedding = PARTS.embedding.to(dtype)
-    asked = torch.randn(blocks.positions.numel(), config.hidden_size, generator=torch.Generator().manual_seed(2))
+    trained = len(anchors), config.block_size - 1, config.hidden_size
+    asked = torch.randn(trained, generator=torch.Generator().manual_seed(2))
 
     plain = drafter_of(config)
     context = plain.context_keys(taps, batch.positions)
-    found = plain(embedding[blocks.input_ids.flatten()], blocks.positions.flatten(), context, attention)
+    every = plain(embedding[blocks.input_ids.flatten()], blocks.positions.flatten(), context, attention)
+    found = every.view(*blocks.positions.shape, -1)[:, 1:]
     for _ in range(runs):
         found.backward(asked.to(dtype), retain_graph=True)
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None} | {"output": found.detach()}

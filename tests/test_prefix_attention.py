@@ -1,11 +1,15 @@
-"""Our own attention kernels against the dense reference, forward and every gradient."""
+"""The attention kernels against the dense reference, forward and every gradient."""
+
+import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftcache.tests.kernel_device import DEVICE, kernels
+from draftcache.train.kernels import prefix_attention
 from draftcache.train.model.anchors import Blocks
-from draftcache.train.model.attention import DenseAttention, Visibility
+from draftcache.train.model.attention import Attention, DenseAttention, PrefixAttention, Visibility
 
 TOKENS = 256
 
@@ -34,44 +38,71 @@ def blocks_of(documents: list[int], size: int, dropped: int) -> Blocks:
     )
 
 
+def attended(attention: Attention, rule: Visibility, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Output and the gradient of every input, on the CPU."""
+    query, context_key, context_value, key, value = inputs
+    out = attention(query, context_key, context_value, key, value, rule)
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, inputs, gradient.to(out.device)))]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes masked rows too
 @pytest.mark.parametrize(
-    ("documents", "size", "heads", "kv_heads", "rule", "dropped"),
+    ("documents", "size", "heads", "kv_heads", "width", "rule", "dropped"),
     [
-        ([100, 90], 4, 2, 1, Visibility(None, causal=False), 0),
-        ([100, 90], 4, 2, 1, Visibility(8, causal=True), 3),
-        ([120, 70], 8, 6, 2, Visibility(40, causal=True), 2),
-        ([90], 8, 4, 4, Visibility(None, causal=True), 1),
-        ([5, 60], 32, 8, 2, Visibility(20, causal=True), 0),
+        ([100, 90], 4, 2, 1, 16, Visibility(None, causal=False), 0),
+        ([100, 90], 4, 2, 1, 16, Visibility(8, causal=True), 3),
+        ([120, 70], 8, 6, 2, 16, Visibility(40, causal=True), 2),
+        ([90], 8, 4, 4, 16, Visibility(None, causal=True), 1),
+        ([5, 60], 32, 8, 2, 16, Visibility(20, causal=True), 0),
+        ([60, 30], 32, 16, 2, 10, Visibility(None, causal=False), 1),  # 256 rows a key head: two programs share it
+        ([60, 30], 5, 3, 1, 24, Visibility(16, causal=False), 1),  # nothing is a power of two
+        ([100], 70, 2, 1, 4, Visibility(None, causal=True), 0),
     ],
     ids=str,
 )
 def test_prefix_attention_equals_the_dense_reference(
-    documents: list[int], size: int, heads: int, kv_heads: int, rule: Visibility, dropped: int
+    documents: list[int], size: int, heads: int, kv_heads: int, width: int, rule: Visibility, dropped: int
 ) -> None:
-    candidate = kernels("benchmarks.prefix_attention")
+    kernels("train.kernels.prefix_kernels")
     blocks = blocks_of(documents, size, dropped)
-    slots, width = len(blocks.keep) * size, 16
+    slots = len(blocks.keep) * size
     generator = torch.Generator().manual_seed(1)
     shapes = [(slots, heads), (TOKENS, kv_heads), (TOKENS, kv_heads), (slots, kv_heads), (slots, kv_heads)]
     inputs = [torch.randn(*shape, width, generator=generator).requires_grad_() for shape in shapes]
-    query, context_key, context_value, key, value = inputs
-    wanted = DenseAttention(blocks, TOKENS, {rule})(
-        query, torch.cat([context_key, key]), torch.cat([context_value, value]), rule
-    )
-    gradient = torch.randn(wanted.shape, generator=generator)
-    wanted_gradients = torch.autograd.grad(wanted, inputs, gradient)
+    gradient = torch.randn(slots, heads, width, generator=generator)
+    wanted = attended(DenseAttention(blocks, TOKENS, {rule}), rule, inputs, gradient)
     moved = [x.detach().to(DEVICE).requires_grad_() for x in inputs]
-    seen = candidate.ranges(
-        *(x.to(DEVICE) for x in (blocks.anchors, blocks.keep, blocks.first)),
-        TOKENS,
-        size,
-        rule.window or 0,
-        rule.causal,
-    )
-    found = candidate.prefix_attention(*moved, seen)
-    found_gradients = torch.autograd.grad(found, moved, gradient.to(DEVICE))
+    there = Blocks(**{field.name: getattr(blocks, field.name).to(DEVICE) for field in dataclasses.fields(Blocks)})
+    found = attended(PrefixAttention(there, TOKENS, {rule}), rule, moved, gradient)
     tolerance = 1e-4 if DEVICE == "cpu" else 5e-3  # products of float32 are TF32 on CUDA
-    torch.testing.assert_close(found.cpu(), wanted, rtol=tolerance, atol=tolerance)
-    for one, other in zip(found_gradients, wanted_gradients, strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=tolerance, atol=10 * tolerance)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=10 * tolerance)
+
+
+class Kernel:
+    """Stands for a kernel on a device whose shared memory holds so many keys."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.ran: list[int] = []
+
+    def __getitem__(self, _grid: tuple[int, ...]) -> "Kernel":
+        return self
+
+    def __call__(self, *, KEYS: int, num_warps: int, num_stages: int) -> None:
+        if self.most < KEYS:
+            from triton.runtime.errors import OutOfResources
+
+            raise OutOfResources(KEYS * num_stages, self.most * num_warps, "shared memory")
+        self.ran.append(KEYS)
+
+
+def test_a_device_takes_the_first_tiles_that_it_holds() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    tiles = ((128, 8, 2), (64, 8, 2), (32, 4, 1))
+    for most, ran in ((128, [128]), (100, [64]), (32, [32])):
+        kernel = Kernel(most)
+        prefix_attention._launch(kernel, (1,), (), {}, tiles)
+        assert kernel.ran == ran
+    with pytest.raises(errors.OutOfResources):
+        prefix_attention._launch(Kernel(16), (1,), (), {}, tiles)

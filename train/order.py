@@ -19,7 +19,7 @@ from draftcache.common.layout import CHUNK_TOKENS, round_up, row_stride, rows_pe
 
 BATCHINGS = ("bucket", "packed")
 CONTEXT_MULTIPLE = 128
-"""T is a multiple of this: a tile of flex_attention."""
+"""T is a multiple of this: a tile of attention's context keys (`kernels/prefix_attention.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

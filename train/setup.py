@@ -19,15 +19,14 @@ from draftcache.common.target import check_device
 from draftcache.common.version import VERSION
 from draftcache.train.checkpoint import Run
 from draftcache.train.kernels.float8 import WIDTH_MULTIPLE
+from draftcache.train.kernels.prefix_attention import MAX_BLOCK_SIZE
 from draftcache.train.model.anchors import MAX_CONTEXT_TOKENS
-from draftcache.train.model.attention import TILE
 from draftcache.train.model.drafter import FULL, SLIDING, DrafterConfig
 from draftcache.train.order import Batching, BucketIndex, check_fits, context_shapes, split, steps_per_epoch
 from draftcache.train.settings import GeometryOptions, TrainConfig
 from draftcache.train.warm_start import check_start
 
 LAYER_PATTERNS = ("full", "sliding", "sliding-last-full")
-MIN_FLEX_HEAD_DIM = 16
 FLOAT8_CAPABILITY = (8, 9)
 
 
@@ -42,11 +41,9 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
         check_start(config.init_from, drafter)
     _check_mask_token(drafter.mask_token_id, manifest.target, store)
     on_cuda = config.device.startswith("cuda")
-    if on_cuda and (drafter.head_dim < MIN_FLEX_HEAD_DIM or TILE % drafter.block_size):
+    if on_cuda and drafter.block_size > MAX_BLOCK_SIZE:
         raise UsageError(
-            f"head_dim {drafter.head_dim} and block size {drafter.block_size}",
-            needed=f"head_dim of at least {MIN_FLEX_HEAD_DIM} and a block size that divides {TILE} on CUDA",
-            do="correct --head-dim or --block-size",
+            f"--block-size {drafter.block_size} on CUDA", needed=f"at most {MAX_BLOCK_SIZE}", do="lower --block-size"
         )
     if config.matmul == "fp8":
         _check_float8(config.device, drafter)
@@ -79,7 +76,7 @@ def resolve(config: TrainConfig, store: Store, world_size: int = 1) -> Run:
         optim=config.optim,
         batching=batching,
         validation_share=config.validation.validation_share,
-        anchors=_anchor_count(config, store, batching, drafter.block_size if on_cuda else 1),
+        anchors=_anchor_count(config, store, batching),
         micro_batches=micro_batches,
         steps=config.steps or config.epochs * steps_per_epoch(trained, batching, micro_batches),
         seed=config.seed,
@@ -240,8 +237,8 @@ def _check_mask_token(mask_token_id: int, target: TargetIdentity, store: Store) 
         )
 
 
-def _anchor_count(config: TrainConfig, store: Store, batching: Batching, tile_block: int) -> int:
-    """Anchors per micro-batch: as asked, but no more than any micro-batch can have, in whole tiles on CUDA."""
+def _anchor_count(config: TrainConfig, store: Store, batching: Batching) -> int:
+    """Anchors per micro-batch: as asked, but no more than any micro-batch can have."""
     possible = 0
     for ceiling, bucket in store.buckets.items():
         samples = bucket.samples
@@ -252,5 +249,4 @@ def _anchor_count(config: TrainConfig, store: Store, batching: Batching, tile_bl
         possible = max(possible, most) if batching.kind == "bucket" else possible + most
     if batching.kind == "packed":
         possible = min(possible, batching.token_budget)
-    step = max(1, TILE // tile_block) if tile_block > 1 else 1
-    return max(step, -(-min(config.anchors, possible) // step) * step)
+    return max(1, min(config.anchors, possible))

@@ -23,7 +23,7 @@ from draftcache.common.record import RecordSpec
 from draftcache.common.target import TargetParts
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
 from draftcache.train.model.anchors import Blocks, draw_anchors, lay_out_blocks
-from draftcache.train.model.attention import FlexAttention, GroupedAttention
+from draftcache.train.model.attention import GroupedAttention, PrefixAttention
 from draftcache.train.model.backbone import Backbone
 from draftcache.train.model.chunked_loss import chunked_loss
 from draftcache.train.model.drafter import Drafter
@@ -150,11 +150,10 @@ class EagerStep:
 
     def _forward(self, batch: FlatBatch, blocks: Blocks) -> LossSums:
         taps = read_taps(batch.records, self._record, self._config.dtype)
-        kind = FlexAttention if taps.is_cuda else GroupedAttention
+        kind = PrefixAttention if taps.is_cuda else GroupedAttention
         attention = kind(blocks, batch.tokens, self._drafter.rules)
         distinct = self._embedding[torch.cat([self._mask_token, blocks.input_ids[:, 0]])]
-        hidden = self._backbone(distinct, blocks.positions, taps, batch.positions, attention)
-        trained = hidden.view(*blocks.labels.shape, -1)[:, 1:]
+        trained = self._backbone(distinct, blocks.positions, taps, batch.positions, attention)
         rows = blocks.teacher_rows[:, 1:]
         inputs = LossInputs(
             labels=blocks.labels[:, 1:],

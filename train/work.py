@@ -52,9 +52,11 @@ def products(
     linear("query-key-value of the first layer", anchors + 1, query + 2 * key, d.hidden_size, 1)
     if layers > 1:
         linear("query-key-value", slots, query + 2 * key, d.hidden_size, layers - 1)
-    linear("out", slots, d.hidden_size, query, layers)
-    linear("gate-up", slots, 2 * d.intermediate_size, d.hidden_size, layers, float8)
-    linear("down", slots, d.hidden_size, d.intermediate_size, layers, float8)
+    for of_layer, rows, count in (("", slots, layers - 1), (" of the last layer", slots - anchors, 1)):
+        if count:
+            linear(f"out{of_layer}", rows, d.hidden_size, query, count)
+            linear(f"gate-up{of_layer}", rows, 2 * d.intermediate_size, d.hidden_size, count, float8)
+            linear(f"down{of_layer}", rows, d.hidden_size, d.intermediate_size, count, float8)
     blocks = min(anchors, max(1, chunk_slots // d.block_size))
     rows, chunks = blocks * (d.block_size - 1), -(-anchors // blocks)
     heads = 2 if teacher == "last" else 1

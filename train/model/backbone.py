@@ -1,8 +1,8 @@
 """The drafter's forward pass as training runs it: the network of `drafter.py` on the step's own products.
 
 Same weights, same formulas, fewer passes over memory: query, key and value are one product, gate and up another,
-residuals are added inside products, and the first layer projects A + 1 different inputs, not Q equal ones. `Drafter`
-itself is the plain twin.
+residuals are added inside products, the first layer projects A + 1 different inputs, not Q equal ones, and the last one
+leaves slot 0, which is never trained, behind its attention. `Drafter` itself is the plain twin.
 
 Legend: T context tokens, Q block slots, K taps, H width, N / M query / key heads, d head width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from draftcache.train.kernels.float8 import Float8Weight
 from draftcache.train.model.attention import Attention, Visibility
 from draftcache.train.model.drafter import Drafter, Layer, Linear, RMSNorm
-from draftcache.train.model.heads import Rotary, key_value, query_key_value, rotary_tables
+from draftcache.train.model.heads import key_value, query_key_value, rotary_tables
 from draftcache.train.model.linear import (
     Matrix,
     Norm,
@@ -68,8 +68,8 @@ class Backbone:
         taps: Tensor,  # [T, K * H], raw
         context_positions: Tensor,  # [T]
         attention: Attention,
-    ) -> Tensor:  # [Q, H], ready for the target's head
-        """Hidden states of the block slots."""
+    ) -> Tensor:  # [A, B - 1, H], ready for the target's head
+        """Hidden states of slots 1..B-1."""
         context = normed(linear(taps, self._fc), self._context_norm)
         context_rotary = rotary_tables(context_positions, self._config)
         rotary = rotary_tables(positions.flatten(), self._config)
@@ -81,24 +81,14 @@ class Backbone:
             if number:
                 joint, x = norm_linear(x, layer.input_norm, layer.joint)
             keys = key_value(linear(context, layer.key_value), layer.key_norm, context_rotary, self._config)
-            x = self._run(layer, joint, x, rotary, *keys, attention)
-        return normed(x, self._final_norm)
-
-    def _run(
-        self,
-        layer: _Layer,
-        joint: Tensor,  # [Q, (N + 2 M) * d]
-        x: Tensor,  # [Q, H]
-        rotary: Rotary,
-        context_key: Tensor,  # [T, M, d]
-        context_value: Tensor,  # [T, M, d]
-        attention: Attention,
-    ) -> Tensor:  # [Q, H]
-        query, key, value = query_key_value(joint, layer.query_norm, layer.key_norm, rotary, self._config)
-        mixed = attention(query, _joined(context_key, key), _joined(context_value, value), layer.rule)
-        x = linear(mixed.flatten(1), layer.out, residual=x)
-        gate_up, x = norm_linear(x, layer.post_norm, layer.gate_up)
-        return gated_linear(gate_up, layer.down, residual=x)
+            query, key, value = query_key_value(joint, layer.query_norm, layer.key_norm, rotary, self._config)
+            mixed = attention(query, *keys, key, value, layer.rule).flatten(1)
+            if layer is self._layers[-1]:
+                mixed, x = _trained(mixed, size), _trained(x, size)
+            x = linear(mixed, layer.out, residual=x)
+            gate_up, x = norm_linear(x, layer.post_norm, layer.gate_up)
+            x = gated_linear(gate_up, layer.down, residual=x)
+        return normed(x, self._final_norm).view(len(positions), size - 1, -1)
 
     def _layer(self, layer: Layer, rule: Visibility) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -146,9 +136,9 @@ def _spread(
     return torch.cat([rows[1:, None], masks], dim=1).flatten(0, 1)
 
 
-def _joined(
-    context: Tensor,  # [T, M, d]
-    block: Tensor,  # [Q, M, d]
-) -> Tensor:  # [T + Q, M, d], head after head in memory
-    """Context followed by block, laid out as attention reads it."""
-    return torch.cat([context.transpose(0, 1), block.transpose(0, 1)], dim=1).transpose(0, 1)
+def _trained(
+    rows: Tensor,  # [Q, n]
+    block_size: int,
+) -> Tensor:  # [A * (B - 1), n]
+    """Rows of slots 1..B-1."""
+    return rows.view(-1, block_size, rows.shape[1])[:, 1:].flatten(0, 1)

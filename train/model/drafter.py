@@ -140,8 +140,8 @@ class SelfAttention(nn.Module):
         """Attend from the block's slots to context and block."""
         query = rotation.apply(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self._head_dim))))
         block = self.keys(x, rotation)
-        key, value = torch.cat([context.key, block.key]), torch.cat([context.value, block.value])
-        mixed: Tensor = self.o_proj(attention(query, key, value, rule).flatten(1))
+        seen = attention(query, context.key, context.value, block.key, block.value, rule)
+        mixed: Tensor = self.o_proj(seen.flatten(1))
         return mixed
 
 
