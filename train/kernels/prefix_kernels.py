@@ -174,10 +174,9 @@ def query_kernel(
     factor = scale * LOG2_E
     q = _load_rows(q_ptr, q_row, q_head, block, group, B, HEADS, ROWS, D)
     d_out = _load_rows(do_ptr, do_row, do_head, block, group, B, HEADS, ROWS, D)
-    out = _load_rows(out_ptr, out_row, out_head, block, group, B, HEADS, ROWS, D)
-    delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), axis=1)
-    there = tl.arange(0, ROWS) < HEADS * B
-    at = _statistics_at(block, group, slots, B, HEADS, ROWS)
+    out = _load_rows(out_ptr, out_row, out_head, block, group, B, HEADS, ROWS, D).to(tl.float32)
+    delta = tl.sum(d_out.to(tl.float32) * out, axis=1)
+    at, there = _statistics_at(block, group, slots, B, HEADS, ROWS), tl.arange(0, ROWS) < HEADS * B
     lse = tl.load(lse_ptr + at, mask=there, other=float("inf"))
     tl.store(delta_ptr + at, delta, mask=there)
     own, inside = tl.arange(0, OWN), (tl.arange(0, OWN) < B)[:, None]
