@@ -57,6 +57,7 @@ def attended(attention: Attention, rule: Visibility, inputs: list[Tensor], gradi
         ([60, 30], 32, 16, 2, 10, Visibility(None, causal=False), 1),  # 256 rows a key head: two programs share it
         ([60, 30], 5, 3, 1, 24, Visibility(16, causal=False), 1),  # nothing is a power of two
         ([100], 70, 2, 1, 4, Visibility(None, causal=True), 0),
+        ([110, 120], 16, 4, 1, 16, Visibility(None, causal=False), 2),  # two blocks a bundle, one of them half empty
     ],
     ids=str,
 )

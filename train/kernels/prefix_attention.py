@@ -100,8 +100,8 @@ class _PrefixAttention(torch.autograd.Function):
         group = _Group.of(q, k, seen)
         inputs = (*_laid(q), *_laid(ck), *_laid(cv), *_laid(k), *_laid(v))
         arguments = (*inputs, *_laid(out), lse, seen.first, seen.high, len(q), scale)
-        constants = group.constants(q, seen) | _own_constants(seen)
-        _launch(prefix_kernels.forward_kernel, (len(seen.high), group.count), arguments, constants, _FORWARD_TILES)
+        constants = group.constants(q, seen) | group.own_constants(seen)
+        _launch(prefix_kernels.forward_kernel, group.grid(seen), arguments, constants, _FORWARD_TILES)
         ctx.save_for_backward(q, ck, cv, k, v, out, lse)
         ctx.scale, ctx.seen = scale, seen
         return out
@@ -122,9 +122,9 @@ class _PrefixAttention(torch.autograd.Function):
         own = (*_laid(k), *_laid(v), *_laid(out), *_laid(d_out), lse, delta, *_laid(dq), *_laid(dk), *_laid(dv))
         _launch(
             prefix_kernels.query_kernel,
-            (len(seen.high), group.count),
+            group.grid(seen),
             (*inputs, *own, *ranges_and_scale, len(q), ctx.scale),
-            constants | _own_constants(seen),
+            constants | group.own_constants(seen),
             _QUERY_TILES,
         )
         shared = (*_laid(d_out), lse, delta, *_laid(d_ck), *_laid(d_cv), *ranges_and_scale, seen.counts)
@@ -140,23 +140,30 @@ class _PrefixAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Query heads of one program: as many of a key head's as its registers and shared memory hold."""
+    """Query heads and blocks of one program: as many as its registers and shared memory hold, heads before blocks."""
 
-    heads: int
+    heads: int  # of one key head
     parts: int  # groups that serve one key head
     count: int  # groups in all
+    blocks: int  # of a bundle
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, seen: Ranges) -> "_Group":
         served = q.shape[1] // k.shape[1]
         most = max(1, min(_MAX_ROWS, _most_values(q.device) // q.shape[2]) // seen.block_size)
         heads = max(n for n in range(1, served + 1) if served % n == 0 and n <= most)
-        return cls(heads, served // heads, q.shape[1] // heads)
+        return cls(heads, served // heads, q.shape[1] // heads, most // heads)
+
+    def grid(self, seen: Ranges) -> tuple[int, int]:
+        return -(-len(seen.high) // self.blocks), self.count
 
     def constants(self, q: Tensor, seen: Ranges) -> dict[str, Any]:
-        rows = max(_MIN_DOT, _power_of_two(self.heads * seen.block_size))
-        named = {"B": seen.block_size, "HEADS": self.heads, "PARTS": self.parts, "WINDOW": seen.window, "ROWS": rows}
-        return named | {"D": q.shape[2], "LOG2_E": _LOG2_E}
+        rows = max(_MIN_DOT, _power_of_two(self.heads * self.blocks * seen.block_size))
+        tiles = {"B": seen.block_size, "BLOCKS": self.blocks, "HEADS": self.heads, "PARTS": self.parts, "ROWS": rows}
+        return tiles | {"D": q.shape[2], "WINDOW": seen.window, "LOG2_E": _LOG2_E}
+
+    def own_constants(self, seen: Ranges) -> dict[str, Any]:
+        return {"CAUSAL": seen.causal, "OWN": max(_MIN_DOT, _power_of_two(self.blocks * seen.block_size))}
 
     def gradient_like(self, x: Tensor) -> Tensor:
         """[S, groups, d] for the gradient of [S, M, d]: every group writes its own, so that nothing is added twice."""
@@ -195,10 +202,6 @@ def _launch(
 
 def _context_grid(tokens: int, groups: int, constants: dict[str, Any]) -> tuple[int, int]:
     return tokens // constants["KEYS"], groups
-
-
-def _own_constants(seen: Ranges) -> dict[str, Any]:
-    return {"CAUSAL": seen.causal, "OWN": max(_MIN_DOT, _power_of_two(seen.block_size))}
 
 
 def _laid(x: Tensor) -> tuple[Tensor, int, int]:
