@@ -17,18 +17,16 @@ from torch import Tensor
 
 from draftcache.benchmarks.flex_attention import FlexAttention
 from draftcache.benchmarks.rows import append_row
-from draftcache.benchmarks.step_cases import DEVICE, GEOMETRIES, Geometry, random_batch
+from draftcache.benchmarks.step_cases import DEVICE, GEOMETRIES, Geometry, drawn_blocks, random_batch
 from draftcache.benchmarks.step_floor import attention_seconds, seconds
 from draftcache.common.record import record_spec
-from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
 from draftcache.train.model.attention import PrefixAttention
 
 
 def run_case(name: str, g: Geometry) -> None:
     """One geometry."""
     batch = random_batch(g, record_spec(1, 64, "bf16", "none"), g.tokens, g.stride)
-    anchors, keep = draw_anchors(batch, 0, g.anchors)
-    blocks = lay_out_blocks(batch, anchors, keep, g.block_size, g.vocabulary - 1)
+    blocks = drawn_blocks(g, batch)
     rule = g.drafter.rule(g.layer_type)
     query = _random(g.slots, g.heads, g.head_dim)
     context_key, context_value = (_random(g.tokens, g.kv_heads, g.head_dim) for _ in range(2))

@@ -11,6 +11,7 @@ from draftcache.common.layout import CHUNK_TOKENS
 from draftcache.common.record import RecordSpec, record_spec
 from draftcache.common.target import TargetParts
 from draftcache.train.batch import FlatBatch, batch_bytes, view_batch
+from draftcache.train.model.anchors import Blocks, draw_anchors, lay_out_blocks
 from draftcache.train.model.drafter import FULL, SLIDING, Drafter, DrafterConfig
 from draftcache.train.model.loss import LossConfig
 from draftcache.train.optim import OptimConfig, Optimizer
@@ -167,6 +168,12 @@ def random_batch(geometry: Geometry, spec: RecordSpec, tokens: int, stride: int,
         batch.loss_mask[here.start + int(SUPERVISED_FROM * length) : here.stop] = 1
     _fill_records(batch, spec, generator)
     return batch
+
+
+def drawn_blocks(geometry: Geometry, batch: FlatBatch) -> Blocks:
+    """Blocks at the geometry's number of anchors."""
+    anchors, keep = draw_anchors(batch, 0, geometry.anchors)
+    return lay_out_blocks(batch, anchors, keep, geometry.block_size, geometry.vocabulary - 1)
 
 
 def _fill_records(batch: FlatBatch, spec: RecordSpec, generator: torch.Generator) -> None:

@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from tabulate import tabulate
 
-from draftcache.benchmarks.step_cases import DEVICE, SUPERVISED_FROM, Geometry
+from draftcache.benchmarks.step_cases import DEVICE, SUPERVISED_FROM, Geometry, drawn_blocks, random_batch
+from draftcache.common.record import record_spec
 from draftcache.train import work
 from draftcache.train.model.loss import LossConfig
 from draftcache.train.work import Product
@@ -21,8 +22,19 @@ SUSTAIN_S = 0.4
 
 
 def products(g: Geometry, teacher: str, matmul: str) -> list[Product]:
-    """Every product of one step of this geometry."""
-    return work.products(g.drafter, g.tokens, g.anchors, teacher.removesuffix("64"), matmul, LossConfig().chunk_slots)
+    """Every product of one step of this geometry, a teacher's rows as often as they are distinct within a chunk."""
+    chunk = LossConfig().chunk_slots
+    shared = _distinct_rows(g, chunk // g.block_size) if teacher == "last" and matmul == "bf16" else None
+    return work.products(g.drafter, g.tokens, g.anchors, teacher.removesuffix("64"), matmul, chunk, shared)
+
+
+@cache
+def _distinct_rows(g: Geometry, blocks: int) -> int:
+    """Mean number of distinct teacher rows in a chunk of so many blocks."""
+    rows = drawn_blocks(g, random_batch(g, record_spec(1, 64, "bf16", "none"), g.tokens, g.stride)).teacher_rows
+    counts = [len(chunk[:, 1:].unique()) for chunk in rows.split(blocks)]
+    print(f"distinct teacher rows: {sum(counts)} of {rows[:, 1:].numel()}")
+    return round(sum(counts) / len(counts))
 
 
 @cache

@@ -18,11 +18,10 @@ from tabulate import tabulate
 from torch import Tensor
 
 from draftcache.benchmarks.rows import append_row
-from draftcache.benchmarks.step_cases import DEVICE, Built, Geometry, random_batch
+from draftcache.benchmarks.step_cases import DEVICE, Built, Geometry, drawn_blocks, random_batch
 from draftcache.benchmarks.step_floor import attention_seconds, products, seconds, sustained_seconds, total_seconds
 from draftcache.train.batch import FlatBatch
 from draftcache.train.estimate import UPDATE_BYTES
-from draftcache.train.model.anchors import draw_anchors, lay_out_blocks
 from draftcache.train.model.attention import PrefixAttention
 from draftcache.train.model.chunked_loss import chunked_loss
 from draftcache.train.model.drafter import Drafter
@@ -43,7 +42,7 @@ def run_parts(name: str, g: Geometry, teacher: str, built: Built) -> None:
         "context": seconds(_context(g, built.drafter, weights), inner=1),
         "linears": seconds(_linears(g, built.drafter, weights), inner=1),
         "attention": seconds(_attention(g, batch, built.drafter, weights), inner=1),
-        "loss": seconds(_loss(g, built, teacher), inner=1),
+        "loss": seconds(_loss(g, batch, built, teacher), inner=1),
         "update": seconds(lambda: built.optimizer.update(torch.ones((), device=DEVICE), weights.values), inner=1),
     }
     rows = [
@@ -61,7 +60,7 @@ def run_parts(name: str, g: Geometry, teacher: str, built: Built) -> None:
 
 def _floors(g: Geometry, teacher: str, built: Built) -> dict[str, float]:
     found = products(g, teacher, "bf16")
-    in_context, in_loss = ("fc", "context"), ("head",)
+    in_context, in_loss = ("fc", "context"), ("head", "teacher")
     weights = built.optimizer.gradients.numel()
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -76,9 +75,7 @@ def _floors(g: Geometry, teacher: str, built: Built) -> dict[str, float]:
 
 
 def _ranges(g: Geometry, batch: FlatBatch) -> PrefixAttention:
-    anchors, keep = draw_anchors(batch, 0, g.anchors)
-    blocks = lay_out_blocks(batch, anchors, keep, g.block_size, g.vocabulary - 1)
-    return PrefixAttention(blocks, g.tokens, g.drafter.rules)
+    return PrefixAttention(drawn_blocks(g, batch), g.tokens, g.drafter.rules)
 
 
 def _context(g: Geometry, drafter: Drafter, weights: ComputeWeights) -> Callable[[], None]:
@@ -142,13 +139,14 @@ def _attention(g: Geometry, batch: FlatBatch, drafter: Drafter, weights: Compute
     return run
 
 
-def _loss(g: Geometry, built: Built, teacher: str) -> Callable[[], None]:
+def _loss(g: Geometry, batch: FlatBatch, built: Built, teacher: str) -> Callable[[], None]:
     shape = g.anchors, g.block_size - 1
     hidden = _random(*shape, g.hidden).requires_grad_()
     inputs = LossInputs(
         labels=torch.zeros(shape, dtype=torch.int64, device=DEVICE),
         valid=torch.ones(shape, dtype=torch.bool, device=DEVICE),
-        teacher_hidden=_random(*shape, g.hidden) if teacher == "last" else None,
+        teacher_hidden=_random(g.tokens, g.hidden) if teacher == "last" else None,
+        teacher_rows=drawn_blocks(g, batch).teacher_rows[:, 1:],
         teacher_ids=torch.arange(64, device=DEVICE, dtype=torch.int32).expand(*shape, 64),
         teacher_log_probs=torch.full((*shape, 64), -4.5, device=DEVICE, dtype=torch.bfloat16),
     )

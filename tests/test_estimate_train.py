@@ -28,16 +28,26 @@ def tera(found: list[Product], part: str) -> float:
 def test_a_full_scale_step_is_what_its_shapes_say() -> None:
     found = products(FULL_SCALE.drafter, FULL_SCALE.tokens, FULL_SCALE.anchors, "last", "bf16", CHUNK)
     assert tera(found, "fc") == pytest.approx(2 * 2 * 49_152 * 25_600 * 5120 / 1e12)
-    assert tera(found, "gate-up") + tera(found, "down") == pytest.approx(3 * 5 * 2 * 3 * 32_768 * 5120 * 17_408 / 1e12)
-    assert tera(found, "head") == pytest.approx(3 * 2 * 31_744 * 5120 * 248_320 / 1e12)
+    assert tera(found, "gate-up") + tera(found, "down") == pytest.approx(
+        3 * 2 * 3 * (4 * 32_768 + 31_744) * 5120 * 17_408 / 1e12  # the last layer goes on without slot 0
+    )
+    assert tera(found, "head") == pytest.approx(2 * 2 * 31_744 * 5120 * 248_320 / 1e12)
+    assert tera(found, "teacher") == pytest.approx(2 * 31_744 * 5120 * 248_320 / 1e12)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_a_stored_teacher_saves_the_heads_second_product(name: str) -> None:
     g = GEOMETRIES[name]
     last, top = (products(g.drafter, g.tokens, g.anchors, teacher, "bf16", CHUNK) for teacher in ("last", "top"))
-    assert tera(last, "head forward") == pytest.approx(2 * tera(top, "head forward"))
-    assert tera(last, "head input") == tera(top, "head input")
+    assert tera(last, "teacher forward") == pytest.approx(tera(top, "head forward"))
+    assert tera(last, "head") == tera(top, "head")
+    assert tera(top, "teacher") == 0
+
+
+def test_a_teachers_distinct_rows_are_multiplied_once() -> None:
+    g = FULL_SCALE
+    found = products(g.drafter, g.tokens, g.anchors, "last", "bf16", CHUNK, teacher_rows=2500)
+    assert [(p.rows, p.count) for p in found if p.name == "teacher forward"] == [(2500, 8)]
 
 
 def test_only_heads_and_mlps_are_multiplied_in_8_bits_and_no_weight_gradient() -> None:

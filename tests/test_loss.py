@@ -23,11 +23,12 @@ from draftcache.train.model.loss import (
     decay_weights,
     default_gamma,
     dpace_weights,
+    last_teacher,
     plain_loss,
 )
 
 CPU = torch.device("cpu")
-BLOCKS, SLOTS, WIDTH, VOCABULARY, TOP = 12, 3, 16, 29, 6
+BLOCKS, SLOTS, TOKENS, WIDTH, VOCABULARY, TOP = 12, 3, 20, 16, 29, 6
 CONFIGS = [
     LossConfig(teacher=t, weighting=w, gamma=2.5, alpha=0.3, chunk_slots=1000) for t, w in product(TEACHERS, WEIGHTINGS)
 ]
@@ -119,12 +120,14 @@ def random_case(seed: int = 0) -> Case:
     hidden = 0.12 * head[labels] + 0.5 * noise  # so that about half of the tokens are right
     valid = torch.rand(BLOCKS, SLOTS, generator=generator) < 0.8
     valid[5] = False
-    teacher = torch.randn(BLOCKS, SLOTS, WIDTH, generator=generator)
-    top = (0.3 * teacher @ head.T).log_softmax(-1).topk(TOP)  # flat enough to leave a rest that counts
+    teacher = torch.randn(TOKENS, WIDTH, generator=generator)
+    rows = torch.randint(0, TOKENS - SLOTS, (BLOCKS, 1), generator=generator) + torch.arange(SLOTS)
+    top = (0.3 * teacher[rows] @ head.T).log_softmax(-1).topk(TOP)  # flat enough to leave a rest that counts
     inputs = LossInputs(
         labels=labels,
         valid=valid,
         teacher_hidden=teacher,
+        teacher_rows=rows,
         teacher_ids=top.indices.int(),
         teacher_log_probs=top.values.bfloat16(),
     )
@@ -145,8 +148,8 @@ def top_kl(inputs: LossInputs, slot: tuple[int, int], log_q: Tensor) -> Tensor:
 def reference(case: Case, config: LossConfig) -> tuple[float, float, Tensor]:
     """Loss sum, denominator and gradient in float64 by autograd, slot by slot from the formulas."""
     hidden = case.hidden.double().requires_grad_()
-    head, teacher = case.head.double(), case.inputs.teacher_hidden
-    assert teacher is not None
+    head, (stored, rows) = case.head.double(), last_teacher(case.inputs)
+    teacher = stored[rows]
     assert config.gamma is not None
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
     for block in range(BLOCKS):
@@ -296,7 +299,8 @@ def test_an_evaluation_has_the_same_sums_and_no_gradient(config: LossConfig, mon
 
 def test_a_drafter_equal_to_its_teacher_has_no_loss() -> None:
     case = random_case()
-    inputs = dataclasses.replace(case.inputs, teacher_hidden=case.hidden)
+    rows = torch.arange(BLOCKS * SLOTS).view(BLOCKS, SLOTS)
+    inputs = dataclasses.replace(case.inputs, teacher_hidden=case.hidden.flatten(0, 1), teacher_rows=rows)
     same = Case(hidden=case.hidden, head=case.head, inputs=inputs)
     sums, gradient = sums_and_gradient(same, LossConfig(teacher="last"), chunked=True)
     assert abs(sums.loss.item()) < 1e-5

@@ -9,7 +9,7 @@ from torch import Tensor
 from draftcache.tests.test_loss import VOCABULARY, Case, every_config, random_case, sums_and_gradient
 from draftcache.train.model.chunked_loss import chunked_loss
 from draftcache.train.model.head import Head
-from draftcache.train.model.loss import LossConfig, LossInputs, LossSums, decay_weights
+from draftcache.train.model.loss import LossConfig, LossInputs, LossSums, decay_weights, last_teacher
 
 ROWS = 5
 
@@ -67,8 +67,8 @@ def test_a_drafter_sure_of_stored_tokens_still_learns_them_as_the_true_divergenc
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 def test_k_tokens_that_are_the_whole_vocabulary_give_the_full_divergence(weighting: str) -> None:
     case = random_case()
-    assert case.inputs.teacher_hidden is not None
-    stored = (case.inputs.teacher_hidden @ case.head.T).log_softmax(-1).topk(VOCABULARY)
+    states, rows = last_teacher(case.inputs)
+    stored = (states[rows] @ case.head.T).log_softmax(-1).topk(VOCABULARY)
     inputs = dataclasses.replace(case.inputs, teacher_ids=stored.indices.int(), teacher_log_probs=stored.values)
     whole = Case(hidden=case.hidden, head=case.head, inputs=inputs)
     top, last = (LossConfig(teacher=teacher, weighting=weighting) for teacher in ("top", "last"))

@@ -46,7 +46,8 @@ def test_statistics_equal_the_plain_twin(shape: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_differences_equal_the_plain_twin(shape: tuple[int, int], with_teacher: bool, out: torch.dtype) -> None:
     logits, stored = logits_pair(*shape, torch.bfloat16)
-    teacher = TeacherRows(stored, plain_row_statistics(stored).log_normaliser) if with_teacher else None
+    place = torch.arange(shape[0], device=DEVICE).flip(0) // 2  # rows share a teacher
+    teacher = TeacherRows(stored, plain_row_statistics(stored).log_normaliser, place) if with_teacher else None
     normaliser = plain_row_statistics(logits).log_normaliser
     coefficients = torch.rand(shape[0], device=DEVICE)
     factor = 2.0**15 if out == torch.float8_e5m2 else 1.0
@@ -64,7 +65,7 @@ def test_a_row_that_overwrites_its_own_logits_is_the_same() -> None:
     logits, stored = logits_pair(4, 9000, torch.bfloat16)
     normaliser, teacher = (
         plain_row_statistics(logits).log_normaliser,
-        TeacherRows(stored, plain_row_statistics(stored).log_normaliser),
+        TeacherRows(stored, plain_row_statistics(stored).log_normaliser, torch.arange(4, device=DEVICE)),
     )
     ones = torch.ones(4, device=DEVICE)
     apart = torch.empty_like(logits)

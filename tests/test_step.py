@@ -107,8 +107,12 @@ def plain_sums(run: Training, batch: FlatBatch, anchors: Sequence[int], teacher:
     blocks = blocks_at(batch, anchors)
     attention = DenseAttention(blocks, batch.tokens, run.drafter.config.rules)
     hidden = run_drafter(run.drafter, run.parts, taps_of(batch, tiny_record()), batch, blocks, attention)[:, 1:]
-    last = record_field(batch.records, tiny_record(), "last")[blocks.teacher_rows[:, 1:]]
-    inputs = LossInputs(labels=blocks.labels[:, 1:], valid=blocks.valid[:, 1:], teacher_hidden=last)
+    inputs = LossInputs(
+        labels=blocks.labels[:, 1:],
+        valid=blocks.valid[:, 1:],
+        teacher_hidden=record_field(batch.records, tiny_record(), "last"),
+        teacher_rows=blocks.teacher_rows[:, 1:],
+    )
     return plain_loss(hidden, run.parts.head, inputs, LossConfig(teacher=teacher))
 
 

@@ -158,15 +158,16 @@ class EagerStep:
         inputs = LossInputs(
             labels=blocks.labels[:, 1:],
             valid=blocks.valid[:, 1:],
-            teacher_hidden=self._teacher_field(batch, rows, "last", self._loss.teacher == "last"),
-            teacher_ids=self._teacher_field(batch, rows, "top_ids", self._loss.teacher == "top"),
-            teacher_log_probs=self._teacher_field(batch, rows, "top_log_probs", self._loss.teacher == "top"),
+            teacher_hidden=self._field(batch, "last") if self._loss.teacher == "last" else None,
+            teacher_rows=rows,
+            teacher_ids=self._field(batch, "top_ids")[rows] if self._loss.teacher == "top" else None,
+            teacher_log_probs=self._field(batch, "top_log_probs")[rows] if self._loss.teacher == "top" else None,
         )
         return chunked_loss(trained, self._head, inputs, self._loss)
 
-    def _teacher_field(self, batch: FlatBatch, rows: Tensor, name: str, wanted: bool) -> Tensor | None:
-        """[A, B - 1, ...]: a field of the tokens whose states predict the labels."""
-        return field_tensor(batch.records, self._record.field(name))[rows] if wanted else None
+    def _field(self, batch: FlatBatch, name: str) -> Tensor:
+        """[T, ...]: a field of all tokens."""
+        return field_tensor(batch.records, self._record.field(name))
 
 
 class CapturedStep:

@@ -34,6 +34,7 @@ def products(
     teacher: str,  # tokens, last or top
     matmul: str,
     chunk_slots: int,
+    teacher_rows: int | None = None,  # a chunk's distinct ones; None: as many as its slots
 ) -> list[Product]:
     """Every product that one micro-step executes, attention apart."""
     layers, slots = len(d.layer_types), anchors * d.block_size
@@ -59,8 +60,10 @@ def products(
             linear(f"down{of_layer}", rows, d.hidden_size, d.intermediate_size, count, float8)
     blocks = min(anchors, max(1, chunk_slots // d.block_size))
     rows, chunks = blocks * (d.block_size - 1), -(-anchors // blocks)
-    heads = 2 if teacher == "last" else 1
-    found.append(Product("head forward", rows, d.vocab_size, d.hidden_size, heads * chunks, float8=float8))
+    if teacher == "last":
+        distinct = rows if teacher_rows is None else teacher_rows
+        found.append(Product("teacher forward", distinct, d.vocab_size, d.hidden_size, chunks, float8=float8))
+    found.append(Product("head forward", rows, d.vocab_size, d.hidden_size, chunks, float8=float8))
     found.append(Product("head input gradient", rows, d.hidden_size, d.vocab_size, chunks, float8=float8))
     return found
 

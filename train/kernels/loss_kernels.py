@@ -17,12 +17,21 @@ _STATISTICS_BLOCK = 2048
 _DIFFERENCE_BLOCK = 4096
 
 
-def row_statistics(logits: Tensor) -> RowStatistics:
+def row_statistics(logits: Tensor, count: Tensor | None = None) -> RowStatistics:
     """See loss_rows.row_statistics."""
     rows, vocabulary = logits.shape
     log_normaliser = torch.empty(rows, dtype=torch.float32, device=logits.device)
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _statistics_kernel[(rows,)](logits, log_normaliser, best, vocabulary, BLOCK=_STATISTICS_BLOCK, num_warps=4)
+    _statistics_kernel[(rows,)](
+        logits,
+        log_normaliser,
+        best,
+        best if count is None else count,
+        vocabulary,
+        HAS_COUNT=count is not None,
+        BLOCK=_STATISTICS_BLOCK,
+        num_warps=4,
+    )
     return RowStatistics(log_normaliser, best)
 
 
@@ -44,6 +53,7 @@ def write_difference(
         out,
         log_normaliser,
         log_normaliser if teacher is None else teacher.log_normaliser,
+        log_normaliser if teacher is None else teacher.place,
         coefficients,
         partial,
         vocabulary,
@@ -56,14 +66,19 @@ def write_difference(
 
 
 @triton.jit
-def _statistics_kernel(z_ptr, log_normaliser_ptr, best_ptr, vocabulary, BLOCK: tl.constexpr):
+def _statistics_kernel(
+    z_ptr, log_normaliser_ptr, best_ptr, count_ptr, vocabulary, HAS_COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0)
+    end = vocabulary
+    if HAS_COUNT:
+        end = tl.where(row < tl.load(count_ptr), vocabulary, 0)
     start_of_row = row.to(tl.int64) * vocabulary
     z_max = float("-inf")
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     highest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     at = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, vocabulary, BLOCK):
+    for start in range(0, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(z_ptr + start_of_row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
         at = tl.where(z > highest, columns, at)
@@ -83,6 +98,7 @@ def _difference_kernel(
     out_ptr,
     log_normaliser_ptr,
     teacher_log_normaliser_ptr,
+    place_ptr,
     coefficient_ptr,
     partial_ptr,
     vocabulary,
@@ -98,8 +114,9 @@ def _difference_kernel(
     log_q = z - tl.load(log_normaliser_ptr + row)
     value = tl.exp(log_q) * tl.load(coefficient_ptr + row)
     if HAS_TEACHER:
-        t = tl.load(t_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-        log_p = t - tl.load(teacher_log_normaliser_ptr + row)
+        place = tl.load(place_ptr + row)
+        t = tl.load(t_ptr + place * vocabulary + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        log_p = t - tl.load(teacher_log_normaliser_ptr + place)
         p = tl.exp(log_p)
         value -= p
         part = tl.sum(tl.where(inside, p * (log_p - log_q), 0.0), axis=0)

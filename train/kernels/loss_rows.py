@@ -22,18 +22,21 @@ class RowStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """A teacher's logits [n, V] and their normalisers [n] float32."""
+    """A teacher's logits [m, V], their normalisers [m] float32, and which of them each of n rows has, [n] int64."""
 
     logits: Tensor
     log_normaliser: Tensor
+    place: Tensor
 
 
 def row_statistics(
     logits: Tensor,  # [n, V]
+    count: Tensor | None = None,  # [1] int32: rows that are meant; those behind them get no statistics
 ) -> RowStatistics:
     """Normalisers and arg max."""
-    run = _kernels().row_statistics if logits.is_cuda else plain_row_statistics
-    statistics: RowStatistics = run(logits)
+    if not logits.is_cuda:
+        return plain_row_statistics(logits)
+    statistics: RowStatistics = _kernels().row_statistics(logits, count)
     return statistics
 
 
@@ -72,7 +75,7 @@ def plain_write_difference(
     difference = log_q.exp() * coefficients[:, None]
     divergence = None
     if teacher is not None:
-        log_p = teacher.logits.float() - teacher.log_normaliser[:, None]
+        log_p = (teacher.logits.float() - teacher.log_normaliser[:, None])[teacher.place]
         p = log_p.exp()
         difference -= p
         divergence = (p * (log_p - log_q)).sum(-1)

@@ -267,7 +267,9 @@ def context_kernel(
     dk = tl.zeros((KEYS, D), dtype=tl.float32)
     dv = tl.zeros((KEYS, D), dtype=tl.float32)
     begin, end, whole_begin, whole_end = _bundles_that_see(counts_ptr, tile, BLOCKS, KEYS, GRAIN)
-    for bundle in range(whole_begin, whole_end):
+    # the last first: tiles of one document then read the same rows at the same time, out of the cache
+    for number in range(0, whole_end - whole_begin):
+        bundle = whole_end - 1 - number
         q = _load_rows(q_ptr, q_row, q_head, bundle, group, slots, SPAN, HEADS, ROWS, D)
         d_out = _load_rows(do_ptr, do_row, do_head, bundle, group, slots, SPAN, HEADS, ROWS, D)
         at, there = _statistics_at(bundle, group, slots, SPAN, HEADS, ROWS)

@@ -1,11 +1,13 @@
 """The loss and its gradient in chunks of whole blocks, without ever holding the logits of all slots.
 
 The head is frozen, so the only gradient is that of the hidden states. Each chunk's is computed by hand in the forward
-pass, while its logits exist (formulas: `loss.py`, whose `plain_loss` is the twin); backward only scales it.
+pass, while its logits exist (formulas: `loss.py`, whose `plain_loss` is the twin); backward only scales it. Blocks
+overlap, so slots share tokens that predict their labels: teacher "last" computes each one's logits once a chunk.
 
-Legend: A anchors, B block size, H width, n blocks of a chunk.
+Legend: T context tokens, A anchors, B block size, H width, n blocks of a chunk, S slots of it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from draftcache.train.model.loss import (
     LossInputs,
     LossSums,
     denominator,
+    last_teacher,
     loss_sums,
     rest_of,
     slot_weights,
@@ -117,6 +120,27 @@ def _overwrite(derivative: Tensor, at: Tensor, values: Tensor) -> None:
 
 
 def _teacher_rows(inputs: LossInputs, head: FrozenHead, dtype: torch.dtype) -> TeacherRows:
-    assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
-    logits = head.logits(inputs.teacher_hidden.flatten(0, 1).to(dtype))
-    return TeacherRows(logits, row_statistics(logits).log_normaliser)
+    stored, rows = last_teacher(inputs)
+    distinct = distinct_rows(rows.flatten(), len(stored))
+    logits = head.leading_logits(stored[distinct.rows].to(dtype), distinct.count)
+    return TeacherRows(logits, row_statistics(logits, distinct.count).log_normaliser, distinct.place)
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctRows:
+    """The distinct ones of S rows, ascending, in a buffer of S; what follows them there is row 0."""
+
+    rows: Tensor  # [S] int64
+    count: Tensor  # [1] int32
+    place: Tensor  # [S] int64: where each of the S rows stands among the distinct ones
+
+
+def distinct_rows(
+    rows: Tensor,  # [S] int64
+    tokens: int,  # T
+) -> DistinctRows:
+    """Which of T rows occur, without a host read."""
+    occurs = torch.zeros(tokens, dtype=torch.int64, device=rows.device).scatter_(0, rows, 1)
+    numbered = occurs.cumsum(0)
+    place = numbered[rows] - 1
+    return DistinctRows(torch.zeros_like(rows).scatter_(0, place, rows), numbered[-1:].int(), place)

@@ -7,6 +7,7 @@ exponents reach far enough that a vocabulary's tail is not flushed to zero.
 Legend: n rows, H width, V vocabulary.
 """
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -26,6 +27,10 @@ class FrozenHead(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V] in hidden's dtype."""
+        ...
+
+    def leading_logits(self, hidden: Tensor, count: Tensor) -> Tensor:
+        """[n, H] -> [at least count, V]: logits of the first `count` ([1] int32) rows, and behind them nothing to read."""
         ...
 
     def derivative_like(self, logits: Tensor) -> Tensor:
@@ -50,6 +55,14 @@ class Head:
         """See FrozenHead."""
         return functional.linear(hidden, self._weight)
 
+    def leading_logits(self, hidden: Tensor, count: Tensor) -> Tensor:
+        """See FrozenHead."""
+        if not hidden.is_cuda:
+            return self.logits(hidden[: int(count)])
+        if _multiplies_a_counted_group(hidden, self._weight):
+            return functional.grouped_mm(hidden, self._weight.t()[None], offs=count)
+        return self.logits(hidden)
+
     def derivative_like(self, logits: Tensor) -> Tensor:
         """See FrozenHead."""
         return logits
@@ -72,6 +85,10 @@ class Fp8Head:
         """See FrozenHead."""
         return self._weight.product(hidden)
 
+    def leading_logits(self, hidden: Tensor, count: Tensor) -> Tensor:  # noqa: ARG002 - no counted product in 8 bits
+        """See FrozenHead."""
+        return self.logits(hidden)
+
     def derivative_like(self, logits: Tensor) -> Tensor:
         """See FrozenHead."""
         return torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
@@ -80,3 +97,14 @@ class Fp8Head:
         """See FrozenHead."""
         scales = (weights / self.factor)[:, None]
         return scaled_product(derivative, scales, self._weight.columns, self._weight.column_scales, torch.bfloat16)
+
+
+def _multiplies_a_counted_group(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether torch has a kernel here that takes the number of rows from the device, a graph's capture included."""
+    aligned = weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0
+    return hidden.dtype == torch.bfloat16 and aligned and _capability(hidden.device) == (9, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -15,7 +15,7 @@ What is summed is not normalised: the step divides gradients by the weight of th
 
 Slot 0 is never trained and never reaches the head.
 
-Legend: A anchors, B block size, H width, V vocabulary, n blocks, S slots of them, K stored tokens.
+Legend: T context tokens, A anchors, B block size, H width, V vocabulary, n blocks, S slots of them, K stored tokens.
 """
 
 import dataclasses
@@ -66,13 +66,15 @@ class LossInputs:
 
     labels: Tensor  # [A, B - 1] int64
     valid: Tensor  # [A, B - 1] bool
-    teacher_hidden: Tensor | None = None  # [A, B - 1, H], needed by teacher "last"
+    teacher_hidden: Tensor | None = None  # [T, H] of all tokens, needed by teacher "last"
+    teacher_rows: Tensor | None = None  # [A, B - 1] int64: whose of them predicts each label, needed by teacher "last"
     teacher_ids: Tensor | None = None  # [A, B - 1, K] int32, needed by teacher "top"
     teacher_log_probs: Tensor | None = None  # [A, B - 1, K], needed by teacher "top"
 
     def blocks(self, cut: slice) -> "LossInputs":
-        """Some of the blocks."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Some of the blocks, over the same tokens."""
+        of_slots = [field.name for field in dataclasses.fields(self) if field.name != "teacher_hidden"]
+        parts = {name: getattr(self, name) for name in of_slots}
         return dataclasses.replace(self, **{name: part[cut] for name, part in parts.items() if part is not None})
 
 
@@ -135,8 +137,8 @@ def plain_loss(hidden: Tensor, head: Tensor, inputs: LossInputs, config: LossCon
         top = top_teacher(inputs)
         losses = top_losses(top, log_q.flatten(0, 1).gather(1, top.ids)).view(weights.shape)
     else:
-        assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
-        teacher_logits = functional.linear(inputs.teacher_hidden.to(hidden.dtype), head.to(hidden.dtype)).float()
+        stored, rows = last_teacher(inputs)
+        teacher_logits = functional.linear(stored[rows].to(hidden.dtype), head.to(hidden.dtype)).float()
         log_p = teacher_logits.log_softmax(-1)
         losses = (log_p.exp() * (log_p - log_q)).sum(-1)
     right = logits.argmax(-1) == inputs.labels
@@ -161,6 +163,13 @@ def denominator(
 ) -> Tensor:  # []
     """What the summed loss is divided by."""
     return weights.sum() if config.weighting == "decay" else valid.sum().float()
+
+
+def last_teacher(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """The target's last hidden states [T, H] and the row of each slot [n, B - 1]."""
+    assert inputs.teacher_hidden is not None, "teacher 'last' needs the target's last hidden states"
+    assert inputs.teacher_rows is not None, "teacher 'last' needs to know whose states predict the labels"
+    return inputs.teacher_hidden, inputs.teacher_rows
 
 
 @dataclass(frozen=True, slots=True)
