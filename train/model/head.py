@@ -30,7 +30,7 @@ class FrozenHead(Protocol):
         ...
 
     def leading_logits(self, hidden: Tensor, count: Tensor) -> Tensor:
-        """[n, H] -> [at least count, V]: logits of the first `count` ([1] int32) rows, and behind them nothing to read."""
+        """[n, H] -> [at least count, V]: logits of the first `count` ([1] int32) rows; do not read others."""
         ...
 
     def derivative_like(self, logits: Tensor) -> Tensor:
