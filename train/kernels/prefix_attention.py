@@ -18,6 +18,7 @@ _LOG2_E = 1.4426950408889634
 _GRAIN = 32
 _MIN_DOT = 16  # the least that either side of a tensor core's product holds
 _MAX_ROWS = 128
+_CONTEXT_ROWS = 64  # of the kernel that holds two sums over its keys besides: twice as many spill
 _MAX_VALUES = 128 * 128  # rows times head width of a program: what its registers hold
 _FEWER_VALUES = 64 * 128  # for GPUs like sm_120's, whose 99 KiB the query kernel's operands would overflow
 _SHARED_BYTES_FOR_MOST = 128 * 1024
@@ -115,27 +116,26 @@ class _PrefixAttention(torch.autograd.Function):
         d_out = _rows_whole(gradients[0])
         group = _Group.of(q, k, seen)
         dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
-        d_ck, d_cv, dk, dv = (group.gradient_like(x) for x in (ck, cv, k, v))
+        d_ck, d_cv = torch.empty(ck.shape, dtype=ck.dtype, device=ck.device), torch.empty_like(cv)
+        dk, dv = group.gradient_like(k), group.gradient_like(v)
         inputs = (*_laid(q), *_laid(ck), *_laid(cv))
-        ranges_and_scale = (seen.first, seen.high)
-        constants = group.constants(q, seen)
         own = (*_laid(k), *_laid(v), *_laid(out), *_laid(d_out), lse, delta, *_laid(dq), *_laid(dk), *_laid(dv))
         _launch(
             prefix_kernels.query_kernel,
             group.grid(seen),
-            (*inputs, *own, *ranges_and_scale, len(q), ctx.scale),
-            constants | group.own_constants(seen),
+            (*inputs, *own, seen.first, seen.high, len(q), ctx.scale),
+            group.constants(q, seen) | group.own_constants(seen),
             _QUERY_TILES,
         )
-        shared = (*_laid(d_out), lse, delta, *_laid(d_ck), *_laid(d_cv), *ranges_and_scale, seen.counts)
+        shared = (*_laid(d_out), lse, delta, *_laid(d_ck), *_laid(d_cv), seen.first, seen.high, seen.counts)
         _launch(
             prefix_kernels.context_kernel,
-            partial(_context_grid, len(ck), group.count),
+            partial(_context_grid, *ck.shape[:2]),
             (*inputs, *shared, len(q), ctx.scale),
-            constants | {"GRAIN": _GRAIN},
+            _Group.of(q, k, seen, _CONTEXT_ROWS).constants(q, seen) | {"GRAIN": _GRAIN},
             _CONTEXT_TILES,
         )
-        return dq, *(group.summed(x, like) for x, like in ((d_ck, ck), (d_cv, cv), (dk, k), (dv, v))), None, None
+        return dq, d_ck, d_cv, group.summed(dk, k), group.summed(dv, v), None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ class _Group:
     blocks: int  # of a bundle
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, seen: Ranges) -> "_Group":
+    def of(cls, q: Tensor, k: Tensor, seen: Ranges, most_rows: int = _MAX_ROWS) -> "_Group":
         served = q.shape[1] // k.shape[1]
-        most = max(1, min(_MAX_ROWS, _most_values(q.device) // q.shape[2]) // seen.block_size)
+        most = max(1, min(most_rows, _most_values(q.device) // q.shape[2]) // seen.block_size)
         heads = max(n for n in range(1, served + 1) if served % n == 0 and n <= most)
         return cls(heads, served // heads, q.shape[1] // heads, most // heads)
 
@@ -166,7 +166,7 @@ class _Group:
         return {"CAUSAL": seen.causal, "OWN": max(_MIN_DOT, _power_of_two(self.blocks * seen.block_size))}
 
     def gradient_like(self, x: Tensor) -> Tensor:
-        """[S, groups, d] for the gradient of [S, M, d]: every group writes its own, so that nothing is added twice."""
+        """[Q, groups, d] for the gradient of [Q, M, d]: every group writes its own, so that nothing is added twice."""
         dtype = x.dtype if self.parts == 1 else torch.float32
         return torch.empty(x.shape[0], self.count, x.shape[2], dtype=dtype, device=x.device)
 
@@ -200,8 +200,8 @@ def _launch(
             return
 
 
-def _context_grid(tokens: int, groups: int, constants: dict[str, Any]) -> tuple[int, int]:
-    return tokens // constants["KEYS"], groups
+def _context_grid(tokens: int, key_heads: int, constants: dict[str, Any]) -> tuple[int, int]:
+    return tokens // constants["KEYS"], key_heads
 
 
 def _laid(x: Tensor) -> tuple[Tensor, int, int]:

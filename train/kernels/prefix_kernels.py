@@ -256,10 +256,9 @@ def context_kernel(
     B: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, LOG2_E: tl.constexpr, GRAIN: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of context keys, [T, groups, D], from all bundles that see it."""
+    """dk and dv of one tile of context keys, [T, M, D], from all bundles that see it, one group after the other."""
     SPAN: tl.constexpr = B * BLOCKS
-    tile, group = tl.program_id(0), tl.program_id(1)
-    key_head = group // PARTS
+    tile, key_head = tl.program_id(0), tl.program_id(1)
     factor = scale * LOG2_E
     key = tile * KEYS + tl.arange(0, KEYS)
     k = tl.load(ck_ptr + _keys_at(key, ck_row, ck_head, key_head, D))
@@ -267,9 +266,8 @@ def context_kernel(
     dk = tl.zeros((KEYS, D), dtype=tl.float32)
     dv = tl.zeros((KEYS, D), dtype=tl.float32)
     begin, end, whole_begin, whole_end = _bundles_that_see(counts_ptr, tile, BLOCKS, KEYS, GRAIN)
-    # the last first: tiles of one document then read the same rows at the same time, out of the cache
-    for number in range(0, whole_end - whole_begin):
-        bundle = whole_end - 1 - number
+    for number in range(whole_begin * PARTS, whole_end * PARTS):
+        bundle, group = number // PARTS, key_head * PARTS + number % PARTS
         q = _load_rows(q_ptr, q_row, q_head, bundle, group, slots, SPAN, HEADS, ROWS, D)
         d_out = _load_rows(do_ptr, do_row, do_head, bundle, group, slots, SPAN, HEADS, ROWS, D)
         at, there = _statistics_at(bundle, group, slots, SPAN, HEADS, ROWS)
@@ -279,8 +277,9 @@ def context_kernel(
         dv = tl.dot(p.to(d_out.dtype), d_out, dv)
         ds = (p * (tl.dot(v, tl.trans(d_out)) - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk)
-    for number in range(0, whole_begin - begin + end - whole_end):
-        bundle = tl.where(begin + number < whole_begin, begin + number, whole_end - whole_begin + begin + number)
+    for number in range(begin * PARTS, (end - whole_end + whole_begin) * PARTS):
+        bundle, group = number // PARTS, key_head * PARTS + number % PARTS
+        bundle += tl.where(bundle < whole_begin, 0, whole_end - whole_begin)
         q = _load_rows(q_ptr, q_row, q_head, bundle, group, slots, SPAN, HEADS, ROWS, D)
         d_out = _load_rows(do_ptr, do_row, do_head, bundle, group, slots, SPAN, HEADS, ROWS, D)
         at, there = _statistics_at(bundle, group, slots, SPAN, HEADS, ROWS)
@@ -292,5 +291,5 @@ def context_kernel(
         dv = tl.dot(p.to(d_out.dtype), d_out, dv)
         ds = (p * (tl.dot(v, tl.trans(d_out)) - delta[None, :])).to(q.dtype)
         dk = tl.dot(ds, q, dk)
-    tl.store(dk_ptr + _keys_at(key, dk_row, dk_head, group, D), (dk * scale).to(dk_ptr.dtype.element_ty))
-    tl.store(dv_ptr + _keys_at(key, dv_row, dv_head, group, D), dv.to(dv_ptr.dtype.element_ty))
+    tl.store(dk_ptr + _keys_at(key, dk_row, dk_head, key_head, D), (dk * scale).to(dk_ptr.dtype.element_ty))
+    tl.store(dv_ptr + _keys_at(key, dv_row, dv_head, key_head, D), dv.to(dv_ptr.dtype.element_ty))
