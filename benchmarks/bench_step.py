@@ -119,8 +119,8 @@ def run_peer(name: str, geometry_name: str, teacher: str, ours: dict[str, float]
     torch.compiler.reset()
 
 
-def run_mixed() -> None:
-    """All six default buckets in random order through one captured step."""
+def run_mixed(timed: bool) -> None:
+    """All six default buckets in random order through one captured step. Not `timed`: only memory counts."""
     g = FULL_SCALE
     torch.cuda.reset_peak_memory_stats()
     built = build(g, "mxfp4", "top", "bf16")
@@ -145,7 +145,7 @@ def run_mixed() -> None:
     at = torch.randint(0, len(shapes), (MIXED_STEPS,), generator=torch.Generator().manual_seed(1)).tolist()
     order = [list(shapes)[i] for i in at]
     for tokens in shapes:
-        print(f"T = {tokens}: {timed_steps(stepper, batch_of(tokens), warm=1, timed=3):.4f} s")
+        print(f"T = {tokens}: {timed_steps(stepper, batch_of(tokens), warm=1, timed=3 if timed else 1):.4f} s")
     before = torch.cuda.memory_stats()
     begin = time.perf_counter()
     for tokens in order:
@@ -154,29 +154,27 @@ def run_mixed() -> None:
     torch.cuda.synchronize()
     step_s = (time.perf_counter() - begin) / MIXED_STEPS
     after = torch.cuda.memory_stats()
-    append_row(
-        "bench_step",
-        "full/mixed-buckets",
-        {
-            "step_s": step_s,
-            "tokens_s": sum(order) / MIXED_STEPS / step_s,
-            "blocks_s": g.anchors / step_s,
-            "device_allocs": after["num_device_alloc"] - before["num_device_alloc"],
-            "drift_bytes": after["allocated_bytes.all.current"] - before["allocated_bytes.all.current"],
-            "peak_gb": torch.cuda.max_memory_reserved() / 1e9,
-        },
-    )
+    times = {"step_s": step_s, "tokens_s": sum(order) / MIXED_STEPS / step_s, "blocks_s": g.anchors / step_s}
+    memory = {
+        "steps": MIXED_STEPS,
+        "device_allocs": after["num_device_alloc"] - before["num_device_alloc"],
+        "drift_bytes": after["allocated_bytes.all.current"] - before["allocated_bytes.all.current"],
+        "peak_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+    append_row("bench_step", "full/mixed-buckets", (times if timed else {}) | memory)
 
 
 def main() -> None:
     """Run the cases given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", nargs="+")
+    parser.add_argument("--shared-gpu", action="store_true", help="others use it: full/mixed-buckets keeps no times")
+    options = parser.parse_args()
     ours: dict[str, float] = {}
-    for case in parser.parse_args().cases:
+    for case in options.cases:
         print(f"--- {case}")
         if case == "full/mixed-buckets":
-            run_mixed()
+            run_mixed(timed=not options.shared_gpu)
         else:
             geometry, teacher, *rest = case.split("/")
             if rest == ["parts"]:

@@ -134,11 +134,13 @@ def tiny_record(teacher: str = "last") -> RecordSpec:
     return record_spec(len(LAYER_IDS), WIDTH, "bf16", teacher)
 
 
-def random_parts(seed: int = 0, *, tied: bool = False, device: str = "cpu") -> TargetParts:
-    """A random embedding and head, [97, 32] float32 each; one tensor if tied."""
+def random_parts(
+    seed: int = 0, *, tied: bool = False, device: str = "cpu", vocabulary: int = VOCABULARY
+) -> TargetParts:
+    """A random embedding and head, [vocabulary, 32] float32 each; one tensor if tied."""
     generator = torch.Generator().manual_seed(seed)
-    embedding = torch.randn(VOCABULARY, WIDTH, generator=generator).to(device)
-    head = embedding if tied else torch.randn(VOCABULARY, WIDTH, generator=generator).to(device)
+    embedding = torch.randn(vocabulary, WIDTH, generator=generator).to(device)
+    head = embedding if tied else torch.randn(vocabulary, WIDTH, generator=generator).to(device)
     return TargetParts(embedding=embedding, head=head)
 
 

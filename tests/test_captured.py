@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from draftcache.tests.helpers import gpu, on_device, tiny_record
+from draftcache.tests.helpers import VOCABULARY, gpu, on_device, tiny_record
 from draftcache.tests.test_step import TEACHERS, Training, recorded, sentences, training
 from draftcache.train.batch import FlatBatch
+from draftcache.train.kernels.float8 import WIDTH_MULTIPLE
 from draftcache.train.step import CapturedStep, log_row_names
 
 STEPS = 200
@@ -102,7 +103,16 @@ def test_a_shape_that_was_not_captured_is_refused() -> None:
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_fp8_products_follow_the_loss(teacher: str) -> None:
     plain, coded = (
-        training(teacher=teacher, anchors=64, log_rows=30, lr=1e-3, device="cuda", dtype=torch.bfloat16, matmul=matmul)
+        training(
+            teacher=teacher,
+            anchors=64,
+            log_rows=30,
+            lr=1e-3,
+            device="cuda",
+            dtype=torch.bfloat16,
+            matmul=matmul,
+            vocabulary=-(-VOCABULARY // WIDTH_MULTIPLE) * WIDTH_MULTIPLE,
+        )
         for matmul in ("bf16", "fp8")
     )
     batch = device_batches()[2]

@@ -10,6 +10,7 @@ import torch
 from draftcache.common.record import RecordSpec
 from draftcache.common.target import TargetParts
 from draftcache.tests.helpers import (
+    VOCABULARY,
     Document,
     blocks_at,
     document,
@@ -74,11 +75,12 @@ def training(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     matmul: str = "bf16",
+    vocabulary: int = VOCABULARY,
 ) -> Training:
     """A tiny drafter's training; the same every time."""
     drafter = tiny_drafter(tiny_config(layer_types, window=8), scale=3.0).to(device)
     optimizer = Optimizer(drafter.parameters(), OptimConfig(lr=lr, warmup=0.0), TOTAL_STEPS)
-    parts = random_parts(seed=2, tied=tied, device=device)
+    parts = random_parts(seed=2, tied=tied, device=device, vocabulary=vocabulary)
     config = StepConfig(anchors=anchors, seed=seed, log_rows=log_rows, dtype=dtype, matmul=matmul)
     loss = LossConfig(teacher=teacher, chunk_slots=40)
     step = EagerStep(drafter, optimizer, parts, tiny_record(), loss, config)

@@ -27,7 +27,7 @@ MAX_BLOCK_SIZE = _MAX_ROWS
 # Tiles by measured speed on an H200; a GPU takes the first that its shared memory holds (bench_attention.py).
 _FORWARD_TILES = ((64, 4, 2), (64, 4, 1), (32, 4, 1), (16, 4, 1))
 _QUERY_TILES = ((64, 8, 3), (64, 8, 2), (64, 8, 1), (32, 8, 1), (16, 8, 1))
-_CONTEXT_TILES = ((128, 8, 2), (64, 8, 2), (64, 4, 1), (32, 4, 1))
+_CONTEXT_TILES = ((128, 8, 3), (128, 8, 2), (64, 4, 2), (64, 4, 1), (32, 4, 1))
 """(context keys, warps, stages of loads in flight)."""
 
 
